@@ -1,0 +1,138 @@
+"""What the HTTP layer and the engine say to each other: plain host values, no arrays, no HTTP.
+
+The engine sees token ids alone. Text (detokenisation, stop strings, echo) belongs to the HTTP layer, which
+calls `EngineProtocol.abort(request_id, choice)` when a stop string of a choice is found.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. The HTTP layer has checked every range given here.
+
+    With a seed every choice is reproducible, and choices differ from each other (e.g. seed + choice).
+    """
+
+    max_tokens: int  # >= 1, and len(prompt_ids) + max_tokens <= max_model_len
+    temperature: float = 1.0  # >= 0; exactly 0.0 means greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # in [0, 1]
+    seed: int | None = None  # any signed 64-bit integer; None: the engine chooses
+    presence_penalty: float = 0.0  # in [-2, 2]
+    frequency_penalty: float = 0.0  # in [-2, 2]
+    repetition_penalty: float = 1.0  # in (0, 10]
+    min_tokens: int = 0  # no EOS and no stop token before so many tokens; <= max_tokens
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # at most 16, beside the model's EOS ids
+    logprobs: int | None = None  # top logprobs a token, 0..20; 0: the chosen token's only; None: off
+    prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and `n` choices of it, numbered 0..n-1."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+
+
+class PromptLogprob(NamedTuple):
+    """Log-probability of one prompt token given those before it, and the likeliest tokens there."""
+
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenOutput:
+    """One generated token of one choice, or the end of the choice, or both.
+
+    A choice ends with exactly one output whose `finish_reason` is set; it carries the last token too where there
+    is one. "stop" means that `token_id` is an EOS or stop token, which is counted but not shown. After
+    `abort(request_id, choice)` an output with "abort" may follow or not; the HTTP layer ignores what comes late.
+    """
+
+    choice: int = 0
+    token_id: int | None = None
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None  # (token id, log-probability), likeliest first
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # on the first output of a request: prompt tokens whose KV entries were reused
+    prompt_logprobs: list[PromptLogprob | None] | None = None  # on the first output; first is None
+    error: str | None = None  # with finish_reason "error": what went wrong, shown to the client
+
+
+OutputCallback = Callable[[TokenOutput], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot for /metrics. Counters (`*_total`) count from the start of the engine."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    pages_used: int = 0  # owned by running requests or stored sessions
+    pages_total: int = 0
+    page_bytes: int = 0
+    stored_sessions: int = 0
+    pages_stored: int = 0  # the part of pages_used that stored sessions alone own (can be evicted)
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prefix_query_tokens_total: int = 0  # prompt tokens looked up among stored prefixes
+    prefix_hit_tokens_total: int = 0  # prompt tokens found there and not prefilled again
+    preemptions_total: int = 0
+    tail_compressions_total: int = 0
+    steps_total: int = 0
+    compilations_after_warmup: int = 0  # must stay 0
+    retention_target: float | None = None
+    retention_reached: float | None = None  # entries held / entries of full KV, over the tokens held now
+    extra: dict[str, float] = field(default_factory=dict)  # further gauges, by name without prefix
+
+
+class RequestRejected(ValueError):
+    """`submit` refuses this request for good (e.g. it needs more pages than the pool has): HTTP 400."""
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine cannot take any request now (queue full, shutting down, dead): HTTP 503."""
+
+
+class EngineProtocol(Protocol):
+    """What the HTTP layer needs of an engine. All methods are thread-safe and return at once."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus generation, in tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def ready(self) -> bool:
+        """Warm-up is done and the engine thread is alive."""
+
+    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+        """Queue a request; `on_output` is then called from the engine's thread, in order within a choice.
+
+        Raises RequestRejected or EngineUnavailable; then `on_output` is never called.
+        """
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Stop a choice, or all choices, and free the pages. Unknown or finished ids are ignored."""
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of now."""
