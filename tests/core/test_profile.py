@@ -1,0 +1,133 @@
+"""BudgetProfile: Eq. 5, normalisation, validation, files."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tangram_jax.profile import BudgetProfile
+
+
+def example_ratios(samples: int = 6, layers: int = 3, heads: int = 4) -> np.ndarray:
+    return np.random.default_rng(0).uniform(0.05, 0.95, (samples, layers, heads)).astype(np.float32)
+
+
+def test_budgets_follow_equation_5_by_hand():
+    ratios = np.array([[[0.2, 0.9]], [[0.4, 0.7]]])  # mean .3, .8; population std .1, .1
+    profile = BudgetProfile.from_ratios(ratios, retention=0.5, alpha=2.0)
+    np.testing.assert_allclose(profile.mean, [[0.3, 0.8]], rtol=1e-6)
+    np.testing.assert_allclose(profile.std, [[0.1, 0.1]], rtol=1e-6)  # ddof=1 would give .1414
+    np.testing.assert_allclose(profile.budgets, [[0.5, 1.0]], rtol=1e-6)
+    assert profile.budgets.dtype == np.float32
+    assert (profile.retention, profile.alpha, profile.provenance["samples"]) == (0.5, 2.0, 2)
+
+
+def test_alpha_zero_is_the_mean_and_one_sample_has_no_margin():
+    ratios = example_ratios()
+    np.testing.assert_allclose(
+        BudgetProfile.from_ratios(ratios, 0.5, alpha=0).budgets, ratios.mean(0), rtol=1e-6
+    )
+    np.testing.assert_array_equal(BudgetProfile.from_ratios(ratios[:1], 0.5).budgets, ratios[0])
+
+
+def test_uniform():
+    profile = BudgetProfile.uniform(3, 2, 0.07)
+    np.testing.assert_array_equal(profile.budgets, np.full((3, 2), 0.07, np.float32))
+    assert (profile.num_layers, profile.num_kv_heads) == (3, 2)
+    assert profile.mean_budget == pytest.approx(0.07)
+
+
+def test_normalized_by_hand():
+    profile = BudgetProfile(budgets=np.array([[0.8, 0.4, 0.4, 0.4], [1.0, 0.1, 0.1, 0.2]]), retention=0.4)
+    expected = [
+        [0.64, 0.32, 0.32, 0.32],
+        [1.0, 0.15, 0.15, 0.3],  # 1.6 in all: the first stops at 1, the others share 0.6 as 1:1:2
+    ]
+    np.testing.assert_allclose(profile.normalized().budgets, expected, rtol=1e-6)
+    assert profile.normalized().provenance["normalized"] is True
+
+
+def test_normalized_with_zero_heads():
+    profile = BudgetProfile(budgets=np.array([[0.0, 0.0], [1.0, 0.0]]), retention=0.75)
+    np.testing.assert_allclose(profile.normalized().budgets, [[0.75, 0.75], [1.0, 0.5]], rtol=1e-6)
+
+
+@given(
+    hnp.arrays(
+        np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(0, 1, width=32)
+    ),
+    st.floats(0.01, 1.0),
+)
+def test_normalized_reaches_retention_and_keeps_the_ranking(budgets, retention):
+    profile = BudgetProfile(budgets=budgets, retention=retention)
+    scaled = profile.normalized().budgets
+    np.testing.assert_allclose(scaled.mean(axis=1, dtype=np.float64), retention, rtol=1e-4, atol=1e-6)
+    assert scaled.min() >= 0 and scaled.max() <= 1
+    for before, after in zip(budgets, scaled, strict=True):
+        assert (np.diff(after[np.argsort(before, kind="stable")]) >= -1e-6).all()
+
+
+def test_save_and_load_give_the_same_profile(tmp_path):
+    provenance = {"model": "tiny", "method": "snapkv", "versions": {"jax": "0"}}
+    profile = BudgetProfile.from_ratios(example_ratios(), 0.25, alpha=1.5, provenance=provenance)
+    path = tmp_path / "deep" / "profile"  # no suffix is added
+    profile.save(path)
+    loaded = BudgetProfile.load(path)
+    assert loaded == profile and hash(loaded) == hash(profile)
+    assert loaded.provenance == {**provenance, "samples": 6}
+    np.testing.assert_array_equal(loaded.ratios, profile.ratios)
+    assert BudgetProfile.uniform(2, 2, 0.5) != profile
+
+
+def test_digest_tells_budgets_apart():
+    one, other = BudgetProfile.uniform(4, 2, 0.5), BudgetProfile.uniform(2, 4, 0.5)
+    assert one.digest != other.digest
+    assert one.digest == dataclasses.replace(one, provenance={"note": "x"}).digest
+
+
+def test_arrays_are_read_only():
+    with pytest.raises(ValueError, match="read-only"):
+        BudgetProfile.uniform(2, 2, 0.5).budgets[0, 0] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("ratios", "options", "message"),
+    [
+        (np.zeros((2, 3)), {}, r"\[samples, L, K\], found shape \(2, 3\)"),
+        (np.zeros((0, 2, 3)), {}, "non-empty"),
+        (np.full((2, 2, 2), 1.5), {}, r"\[0, 1\], found 1.5"),
+        (np.full((2, 2, 2), np.nan), {}, "8 values that are not finite"),
+        (np.full((2, 2, 2), "x"), {}, "must be numbers"),
+        (np.zeros((2, 2, 2)), {"retention": 0.0}, r"retention is the kept fraction and must lie in \(0, 1\]"),
+        (np.zeros((2, 2, 2)), {"retention": float("nan")}, "retention"),
+        (np.zeros((2, 2, 2)), {"alpha": -1.0}, "alpha"),
+        (np.zeros((2, 2, 2)), {"provenance": {"x": object()}}, "plain JSON"),
+    ],
+)
+def test_bad_input_is_named(ratios, options, message):
+    with pytest.raises(ValueError, match=message):
+        BudgetProfile.from_ratios(ratios, **{"retention": 0.5, **options})
+
+
+def test_shapes_must_fit_together():
+    with pytest.raises(ValueError, match="std must have the shape of budgets"):
+        BudgetProfile(budgets=np.ones((2, 2)), std=np.ones((2, 3)), retention=0.5)
+    with pytest.raises(ValueError, match="ratios must be"):
+        BudgetProfile(budgets=np.ones((2, 2)), ratios=np.ones((5, 2, 3)), retention=0.5)
+    with pytest.raises(ValueError, match="at least one layer"):
+        BudgetProfile.uniform(0, 2, 0.5)
+
+
+def test_files_that_are_no_profiles(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        BudgetProfile.load(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("not a zip")
+    np.savez(tmp_path / "other.npz", budgets=np.ones((2, 2)))
+    np.save(tmp_path / "array.npy", np.ones((2, 2)))
+    (tmp_path / "empty.npz").write_bytes(b"")
+    for name in ("text.npz", "other.npz", "array.npy", "empty.npz"):
+        with pytest.raises(ValueError, match="not a budget profile"):
+            BudgetProfile.load(tmp_path / name)
