@@ -1,0 +1,111 @@
+"""Plain attention, for tests, calibration and reference decoding: the dense cases of the model's `attend`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from models.config import ModelConfig
+from models.transformer import Attend
+
+QUERY_BLOCK = 512  # queries scored at a time, which bounds the score matrix at [N, 512, S]
+
+
+def masked_attention(
+    q: Float[Array, "T N D"], k: Float[Array, "S K D"], v: Float[Array, "S K D"], mask: Bool[Array, "T S"]
+) -> Float[Array, "T N D"]:
+    """Softmax attention with `mask[t, s]` True where query t sees entry s; scores and softmax in float32.
+
+    Query head n reads KV head n // G. A query that sees nothing gets zeros.
+    """
+    T, N, D = q.shape
+    K = k.shape[1]
+    q_tkgd = q.reshape(T, K, N // K, D)
+    scores = jnp.einsum("tkgd,skd->kgts", q_tkgd, k, preferred_element_type=jnp.float32) * D**-0.5
+    scores = jnp.where(mask, scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    out = jnp.einsum("kgts,skd->tkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(T, N, D).astype(q.dtype)
+
+
+@jax.jit
+def causal_attention(
+    q: Float[Array, "T N D"],
+    k: Float[Array, "S K D"],
+    v: Float[Array, "S K D"],
+    q_positions: Int[Array, " T"],
+    k_positions: Int[Array, " S"],
+    q_segments: Int[Array, " T"],
+    k_segments: Int[Array, " S"],
+) -> Float[Array, "T N D"]:
+    """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`."""
+    T = q.shape[0]
+
+    def block(args: tuple[Array, Array, Array]) -> Array:
+        q_block, positions, segments = args
+        mask = (k_positions <= positions[:, None]) & (k_segments == segments[:, None])
+        return masked_attention(q_block, k, v, mask)
+
+    if T <= QUERY_BLOCK:
+        return block((q, q_positions, q_segments))
+    padding = -T % QUERY_BLOCK
+
+    def blocks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(-1, QUERY_BLOCK, *x.shape[1:])
+
+    out = jax.lax.map(block, (blocks(q), blocks(q_positions), blocks(q_segments)))
+    return out.reshape(T + padding, *q.shape[1:])[:T]
+
+
+def dense_attend(positions: Int[Array, " T"], segments: Int[Array, " T"] | None = None) -> Attend:
+    """Causal attention among the T tokens of the call; the state passes through unchanged.
+
+    Args:
+      positions: true positions i32[T]; a token sees those at its position or before.
+      segments: i32[T], tokens of different segments (sequences packed in one call) do not see each other.
+        None: one sequence.
+    """
+    segment_ids = jnp.zeros_like(positions) if segments is None else segments
+
+    def attend(state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        del layer
+        return causal_attention(q, k, v, positions, positions, segment_ids, segment_ids), state
+
+    return attend
+
+
+DenseCache = tuple[
+    tuple[Array, Array], ...
+]  # per layer (keys [S, K, D], values [S, K, D]), entry i at position i
+
+
+def init_dense_cache(config: ModelConfig, max_length: int, dtype: DTypeLike = jnp.float32) -> DenseCache:
+    """An empty contiguous cache of one sequence, `max_length` entries per layer."""
+    shape = (max_length, config.num_kv_heads, config.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def cached_attend(positions: Int[Array, " T"]) -> Attend:
+    """Full attention of one sequence over a `DenseCache` (the state): writes the T tokens, then reads all up to each.
+
+    Tokens at positions >= max_length are dropped: that is how a caller pads.
+    """
+
+    def attend(state: DenseCache, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, DenseCache]:
+        keys, values = state[layer]
+        keys = keys.at[positions].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[positions].set(v.astype(values.dtype), mode="drop")
+        entry_positions = jnp.arange(keys.shape[0], dtype=positions.dtype)
+        zeros_t, zeros_s = jnp.zeros_like(positions), jnp.zeros_like(entry_positions)
+        out = causal_attention(q, keys, values, positions, entry_positions, zeros_t, zeros_s)
+        return out, (*state[:layer], (keys, values), *state[layer + 1 :])
+
+    return attend

@@ -1,0 +1,152 @@
+"""Shape and constants of a Llama-type model, as one frozen, hashable value (a static argument of `jax.jit`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be served; the message says why and what is supported."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How RoPE's inverse frequencies are changed for contexts longer than the pretrained ones.
+
+    `kind` is "llama3" (Llama 3.1 and later: long wavelengths are divided by `factor`, short ones kept, a linear
+    blend between), "linear" (all divided by `factor`) or "factors" (each divided by its entry of `factors`,
+    which is how GGUF files store any of them).
+    """
+
+    kind: str
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    factors: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything about the architecture that is not a weight.
+
+    `num_heads` is N, `num_kv_heads` K, `head_dim` D, `hidden_size` E, `vocab_size` V, `num_layers` L.
+    Query head n belongs to KV head n // G.
+    """
+
+    name: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in (
+            "vocab_size",
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q.k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig:
+    """Translates the contents of a Hugging Face `config.json`.
+
+    Raises UnsupportedModelError, naming every feature that this package lacks, for anything but a plain Llama.
+    """
+    architectures = config.get("architectures") or ["(none given)"]
+    problems = []
+    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+        problems.append(f"architecture {', '.join(architectures)}")
+    if architectures[0] == "MistralForCausalLM" and config.get("sliding_window") is not None:
+        problems.append(f"sliding_window={config['sliding_window']}")
+    for flag in ("attention_bias", "mlp_bias"):
+        if config.get(flag):
+            problems.append(f"{flag}=true")
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']}")
+    if config.get("quantization_config"):
+        problems.append("quantised weights (quantization_config)")
+    # transformers 5 writes "rope_parameters" (theta inside); earlier versions "rope_theta" and "rope_scaling".
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling: RopeScaling | None = None
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        scaling = RopeScaling(
+            kind=kind,
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    elif kind == "linear":
+        scaling = RopeScaling(kind=kind, factor=float(rope["factor"]))
+    elif kind != "default":
+        problems.append(f"rope scaling of type {kind!r}")
+    if problems:
+        raise UnsupportedModelError(
+            f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
+            f"{' and '.join(SUPPORTED_ARCHITECTURES)} without sliding window, biases or quantisation; "
+            "rope scaling default, linear or llama3"
+        )
+    required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [key for key in required if key not in config]
+    if missing:
+        raise UnsupportedModelError(f"cannot load {name}: config.json lacks {', '.join(missing)}")
+    num_heads = int(config["num_attention_heads"])
+    eos = config.get("eos_token_id")
+    return ModelConfig(
+        name=name,
+        vocab_size=int(config["vocab_size"]),
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=int(config["hidden_size"]),
+        intermediate_size=int(config["intermediate_size"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
+        max_positions=int(config.get("max_position_embeddings", 2048)),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+    )

@@ -1,0 +1,97 @@
+"""The abstract description of every parameter: shape, logical axes, initialiser.
+
+Initialisation, sharding and weight loading are all derived from `param_specs`. Layers are a tuple of dicts, not
+stacked arrays: slices of a stacked leaf are copied on a CPU (160 ms a token instead of 15 ms at 135M parameters),
+and `lax.scan` over stacked weights copies every layer on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models.config import ModelConfig
+
+Params = dict[str, Any]  # {"embed", "final_norm", ("lm_head",) "layers": tuple of dicts}, see `param_specs`
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter. `axes` names the logical axis of every dimension; `fan_in` None means a vector of ones."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    fan_in: int | None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+def map_specs(f: Any, specs: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over a tree of ParamSpec."""
+    return jax.tree.map(f, specs, *rest, is_leaf=_is_spec)
+
+
+def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+    """Parameters of one layer.
+
+    `qkv[:, k]` holds the G query heads of KV head k, then its key head, then its value head, so that the one
+    axis "kv_heads" shards queries, keys and values alike. `gate_up[:, 0]` is the gate, `gate_up[:, 1]` the up part.
+    """
+    E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
+    N, K, G = config.num_heads, config.num_kv_heads, config.group_size
+    return {
+        "attn_norm": ParamSpec((E,), ("embed",), None),
+        "qkv": ParamSpec((E, K, G + 2, D), ("embed", "kv_heads", None, "head_dim"), E),
+        "attn_out": ParamSpec((N, D, E), ("heads", "head_dim", "embed"), N * D),
+        "mlp_norm": ParamSpec((E,), ("embed",), None),
+        "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
+        "down": ParamSpec((F, E), ("mlp", "embed"), F),
+    }
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """The tree of `ParamSpec`, in the structure of the parameters."""
+    V, E = config.vocab_size, config.hidden_size
+    specs: Params = {
+        "embed": ParamSpec((V, E), ("vocab", "embed"), E),
+        "final_norm": ParamSpec((E,), ("embed",), None),
+        "layers": tuple(layer_specs(config) for _ in range(config.num_layers)),
+    }
+    if not config.tie_embeddings:
+        specs["lm_head"] = ParamSpec((E, V), ("embed", "vocab"), E)
+    return specs
+
+
+def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
+    """The tree of `jax.ShapeDtypeStruct`."""
+    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Number of weights, a tied head counted once."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=_is_spec))
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random weights: normal with standard deviation fan_in^-0.5; norms are ones."""
+    specs = param_specs(config)
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    keys = jax.random.split(key, len(leaves))
+
+    def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
+        if spec.fan_in is None:
+            return jnp.ones(spec.shape, dtype)
+        return (jax.random.normal(key, spec.shape, jnp.float32) * spec.fan_in**-0.5).astype(dtype)
+
+    return jax.tree.unflatten(treedef, [init(spec, k) for spec, k in zip(leaves, keys, strict=True)])

@@ -1,0 +1,108 @@
+"""The Llama forward pass as a pure function that takes attention as an argument.
+
+Tokens are flat (no batch axis), so the chunk and decode tokens of one engine step share the matrix products. The
+model does not know about caches: it calls `attend` once per layer and threads its state through.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.config import ModelConfig
+from models.params import Params
+from models.rope import rope_tables, rotate
+
+
+class Attend(Protocol):
+    """Attention of one layer: q[T, N, D], k[T, K, D], v[T, K, D] (q and k after RoPE) -> (out[T, N, D], state).
+
+    `layer` is a Python int. To be traced once for all layers, an implementation jits its inner function and
+    passes `layer` as an array.
+    """
+
+    def __call__(self, state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]: ...
+
+
+def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
+    """RMS normalisation in float32; the result has the dtype of `x`."""
+    x_f32 = x.astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
+    return ((x_f32 * inverse_rms) * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+# The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
+
+
+@partial(jax.jit, static_argnames="config")
+def _attention_inputs(
+    layer_params: dict[str, Array], x: Array, cos: Array, sin: Array, config: ModelConfig
+) -> tuple[Array, Array, Array]:
+    T, G = x.shape[0], config.group_size
+    with jax.named_scope("attn_norm"):
+        h = rms_norm(x, layer_params["attn_norm"], config.norm_eps)
+    with jax.named_scope("qkv"):
+        qkv = jnp.einsum("te,ekgd->tkgd", h, layer_params["qkv"])
+        q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
+        k, v = qkv[:, :, G], qkv[:, :, G + 1]
+    with jax.named_scope("rope"):
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+@partial(jax.jit, static_argnames="config")
+def _after_attention(layer_params: dict[str, Array], x: Array, attended: Array, config: ModelConfig) -> Array:
+    with jax.named_scope("attn_out"):
+        x = x + jnp.einsum("tnd,nde->te", attended.astype(x.dtype), layer_params["attn_out"])
+    with jax.named_scope("mlp_norm"):
+        h = rms_norm(x, layer_params["mlp_norm"], config.norm_eps)
+    with jax.named_scope("mlp"):
+        gate_up = jnp.einsum("te,egf->tgf", h, layer_params["gate_up"])
+        h = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return x + jnp.einsum("tf,fe->te", h, layer_params["down"])
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    attend: Attend,
+    state: Any,
+    *,
+    logits_at: Int[Array, " R"] | None = None,
+) -> tuple[Float[Array, "R V"], Any]:
+    """Logits of `tokens` i32[T] at the true `positions` i32[T], and the attention's new state.
+
+    Args:
+      params: weights, float32 or bfloat16, in the structure of `models.params.param_specs`.
+      attend: see `Attend`; called for layers 0..L-1 in order.
+      state: any pytree, handed to the first call of `attend` and returned by the last.
+      logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.
+        None: all T rows.
+
+    Returns:
+      (logits f32[R or T, V], state)
+    """
+    with jax.named_scope("embed"):
+        x = params["embed"][tokens]
+    with jax.named_scope("rope_tables"):
+        cos, sin = rope_tables(positions, config)
+    for layer, layer_params in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{layer}"):
+            q, k, v = _attention_inputs(layer_params, x, cos, sin, config)
+            with jax.named_scope("attend"):
+                attended, state = attend(state, layer, q, k, v)
+            x = _after_attention(layer_params, x, attended, config)
+    if logits_at is not None:
+        x = x[logits_at]
+    with jax.named_scope("head"):
+        x = rms_norm(x, params["final_norm"], config.norm_eps)
+        if config.tie_embeddings:
+            logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("te,ev->tv", x, params["lm_head"], preferred_element_type=jnp.float32)
+    return logits, state
