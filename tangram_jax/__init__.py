@@ -1,0 +1,25 @@
+"""Tangram-JAX: a KV cache with a calibrated budget for every attention head, as pure functions over pytrees."""
+
+from tangram_jax.cache import Cache, fork, init_cache, release, reserve, rollback
+from tangram_jax.plan import CachePlan, split_map
+from tangram_jax.profile import BudgetProfile
+from tangram_jax.scorers import get_scorer
+from tangram_jax.step import Chunk, Decode, decode_step, prefill_chunk, step
+
+__all__ = [
+    "BudgetProfile",
+    "Cache",
+    "CachePlan",
+    "Chunk",
+    "Decode",
+    "decode_step",
+    "fork",
+    "get_scorer",
+    "init_cache",
+    "prefill_chunk",
+    "release",
+    "reserve",
+    "rollback",
+    "split_map",
+    "step",
+]

@@ -1,0 +1,125 @@
+"""Attention of one layer over a row's paged entries, as XLA operations: the reference, and what runs on a CPU.
+
+Both kinds walk over the entries a block at a time with a running softmax, so memory is bounded by the block, the work
+by the longest head of the layer, and no shape depends on a length. Entries have no order and no positions: keys were
+rotated to their true positions before they were stored.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 256  # entries of each head that one step of the walk gathers
+NEVER = -1e30  # a score that no softmax notices; finite, so that differences of two are not NaN
+
+
+class LayerPages(NamedTuple):
+    """Where one layer's entries are."""
+
+    pool: jax.Array  # [num_pages, 2, Hp, P, D]
+    table: jax.Array  # i32[B, R]: one row for each request
+    lengths: jax.Array  # i32[B, K]: entries of each KV head
+    first: np.ndarray  # i32[K]: column of the table where the pages of each head's group begin
+    column: np.ndarray  # i32[K]: each head's column in a page
+
+
+class Softmax(NamedTuple):
+    """A softmax-weighted sum under way: scaled by exp(-top)."""
+
+    out: jax.Array  # f32[..., D]
+    top: jax.Array  # f32[...]: the largest score so far
+    total: jax.Array  # f32[...]
+
+    def add(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> "Softmax":
+        """Take in scores [..., S] and, through `weigh`, the values under weights of that shape: [..., D]."""
+        top = jnp.maximum(self.top, scores.max(-1))
+        keep = jnp.exp(self.top - top)
+        weights = jnp.exp(scores - top[..., None])
+        return Softmax(self.out * keep[..., None] + weigh(weights), top, self.total * keep + weights.sum(-1))
+
+    def result(self) -> tuple[jax.Array, jax.Array]:
+        """(out f32[..., D], natural log-sum-exp f32[...])."""
+        return self.out / self.total[..., None], self.top + jnp.log(self.total)
+
+
+def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callable) -> Softmax:
+    """Add all entries to `start`. scores_of(keys [B, K, S, D]) -> [B, K, ..., S]; weigh(weights, values) -> out."""
+    _, _, _, page_size, head_dim = pages.pool.shape
+    batch, heads = pages.lengths.shape
+    per_block = max(1, BLOCK // page_size)
+    block = per_block * page_size
+    width = pages.table.shape[1]
+
+    def body(i: jax.Array, state: Softmax) -> Softmax:
+        at = pages.first[:, None] + i * per_block + np.arange(per_block)
+        numbers = pages.table[:, jnp.minimum(at, width - 1)]  # [B, K, per_block]
+        column = pages.column[:, None]
+        with jax.named_scope("gather_pages"):
+            keys, values = (
+                pages.pool.at[numbers, kv, column].get(mode="clip").reshape(batch, heads, block, head_dim)
+                for kv in (0, 1)
+            )
+        scores = scores_of(keys)
+        there = i * block + np.arange(block) < pages.lengths[..., None]  # [B, K, S]
+        there = there.reshape(batch, heads, *(1,) * (scores.ndim - 3), block)
+        # Where a head has no entry left, the block adds exp(NEVER - top) = 0, whatever lies in the page.
+        return state.add(jnp.where(there, scores, NEVER), lambda w: weigh(w, values))
+
+    steps = lax.div(pages.lengths.max() + (block - 1), block)
+    return lax.fori_loop(0, steps, body, start)
+
+
+def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
+    """One query token of each request over its entries and itself.
+
+    q [B, K, G, D], k and v [B, K, D] of the new token (not in the pool yet) -> f32[B, K, G, D].
+    """
+    f32 = jnp.float32
+    own = jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32) * scale
+    start = Softmax(jnp.broadcast_to(v[:, :, None].astype(f32), q.shape), own, jnp.ones_like(own))
+    state = _walk(
+        pages,
+        start,
+        lambda keys: jnp.einsum("bkgd,bksd->bkgs", q, keys, preferred_element_type=f32) * scale,
+        lambda w, values: jnp.einsum(
+            "bkgs,bksd->bkgd", w.astype(values.dtype), values, preferred_element_type=f32
+        ),
+    )
+    return state.result()[0]
+
+
+def chunk_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """A chunk's queries over the row's entries (all visible) and over the chunk (causal).
+
+    q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out f32[T, K, G, D], natural log-sum-exp f32[T, K, G]).
+    Rows past the chunk's valid tokens give finite values without meaning.
+    """
+    f32 = jnp.float32
+    tokens = q.shape[0]
+    q = q.transpose(1, 2, 0, 3)[None]  # [1, K, G, T, D]
+    scores = jnp.einsum("bkgtd,skd->bkgts", q, k, preferred_element_type=f32) * scale
+    causal = np.tril(np.ones((tokens, tokens), bool))
+    scores = jnp.where(causal, scores, NEVER)
+    nothing = Softmax(
+        jnp.zeros(q.shape, f32), jnp.full(q.shape[:-1], NEVER, f32), jnp.zeros(q.shape[:-1], f32)
+    )
+    start = nothing.add(
+        scores,
+        lambda w: jnp.einsum("bkgts,skd->bkgtd", w.astype(v.dtype), v, preferred_element_type=f32),
+    )
+    state = _walk(
+        pages,
+        start,
+        lambda keys: jnp.einsum("bkgtd,bksd->bkgts", q, keys, preferred_element_type=f32) * scale,
+        lambda w, values: jnp.einsum(
+            "bkgts,bksd->bkgtd", w.astype(values.dtype), values, preferred_element_type=f32
+        ),
+    )
+    out, lse = state.result()
+    return out[0].transpose(2, 0, 1, 3), lse[0].transpose(2, 0, 1)

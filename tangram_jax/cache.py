@@ -1,0 +1,210 @@
+"""The page pool and its block tables: one pytree, updated by pure functions under jit, the buffers donated.
+
+One pool serves all layers and groups. A request (or a stored session) is a row of the flat ragged table, with a fixed
+stretch of columns for each group. Two numbers say what a row holds: `tokens`, the count that has been compressed under
+the plan, and `tail`, how many came after and are kept whole; group m holds plan.lengths(tokens)[m] + tail entries. The
+last ones, min(window, length) + tail of them, are the most recent positions in order, the same for every head.
+
+The host never reads any of this back: it keeps the same two numbers and counts pages with the plan.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from tangram_jax.plan import CachePlan
+
+POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
+NO_PAGE = -1
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where each group's page numbers lie in a row of the table. Hashable: part of the cache's static structure."""
+
+    capacity: tuple[int, ...]  # pages of each group
+    max_tokens: int
+    max_tail: int
+
+    @property
+    def width(self) -> int:
+        return sum(self.capacity)
+
+    @property
+    def first(self) -> np.ndarray:
+        """int32[M]: column of each group's first page."""
+        return np.concatenate([[0], np.cumsum(self.capacity)[:-1]]).astype(np.int32)
+
+    @property
+    def group(self) -> np.ndarray:
+        """int32[R]: the group of each column."""
+        return np.repeat(np.arange(len(self.capacity), dtype=np.int32), self.capacity)
+
+    @property
+    def index(self) -> np.ndarray:
+        """int32[R]: which page of its group each column is."""
+        return (np.arange(self.width) - self.first[self.group]).astype(np.int32)
+
+
+@struct.dataclass
+class Cache:
+    """The whole KV state of the engine. Build it with `init_cache`; every function returns a new one."""
+
+    pool: jax.Array  # [num_pages, 2, Hp, P, D]: keys, values
+    table: jax.Array  # i32[rows, R]: page numbers, NO_PAGE where none is owned
+    free: jax.Array  # i32[num_pages]: a stack of free pages
+    num_free: jax.Array  # i32[]
+    owners: jax.Array  # i32[num_pages]: how many rows own each page
+    tokens: jax.Array  # i32[rows]: tokens under the plan's law
+    tail: jax.Array  # i32[rows]: tokens since, kept whole (down to -window after a rollback)
+    layout: RowLayout = struct.field(pytree_node=False)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.shape[0]
+
+
+def row_layout(plan: CachePlan, max_tokens: int, max_tail: int) -> RowLayout:
+    """Columns for rows that hold up to `max_tokens` tokens, at most `max_tail` of them in the tail."""
+    entries = np.minimum(plan.lengths(max_tokens) + max_tail, max_tokens)
+    return RowLayout(tuple(int(p) for p in -(-entries // plan.page_size)), max_tokens, max_tail)
+
+
+def init_cache(
+    plan: CachePlan,
+    model_config: Any,
+    *,
+    num_pages: int,
+    max_requests: int,
+    max_tokens: int | None = None,
+    max_tail: int = 256,
+    dtype: Any = jnp.float32,
+) -> Cache:
+    """An empty cache of `num_pages` pages and `max_requests` rows.
+
+    `max_tokens`: longest conversation of a row (default: the model's positions); `max_tail`: most tokens that a row
+    keeps whole before they must be compressed. Raises ValueError when the plan is for another model.
+    """
+    heads = (model_config.num_layers, model_config.num_kv_heads)
+    if plan.group_of.shape != heads:
+        raise ValueError(
+            f"the profile has {plan.group_of.shape} (layers, KV heads), model {model_config.name} has {heads}: "
+            "calibrate a profile for this model (python -m calibrate)"
+        )
+    layout = row_layout(plan, model_config.max_positions if max_tokens is None else max_tokens, max_tail)
+    page = (2, plan.heads_per_page, plan.page_size, model_config.head_dim)
+    return Cache(
+        pool=jnp.zeros((num_pages, *page), dtype),
+        table=jnp.full((max_requests, layout.width), NO_PAGE, jnp.int32),
+        free=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.int32(num_pages),
+        owners=jnp.zeros(num_pages, jnp.int32),
+        tokens=jnp.zeros(max_requests, jnp.int32),
+        tail=jnp.zeros(max_requests, jnp.int32),
+        layout=layout,
+    )
+
+
+def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
+    """One owner fewer for `pages` i32[n] where `given` bool[n]; those without any go back on the stack."""
+    owners = cache.owners.at[jnp.where(given, pages, cache.num_pages)].add(-1, mode="drop")
+    freed = given & (owners[pages] == 0)
+    at = jnp.where(freed, cache.num_free + jnp.cumsum(freed) - 1, cache.num_pages)
+    return cache.replace(
+        owners=owners,
+        free=cache.free.at[at].set(pages, mode="drop"),
+        num_free=cache.num_free + freed.sum(dtype=jnp.int32),
+    )
+
+
+def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
+    """A fresh page for every True of `wanted` bool[n]: (cache, i32[n] with NO_PAGE elsewhere).
+
+    All or nothing: with too few free pages none is taken, so a caller that miscounted corrupts nothing.
+    """
+    count = wanted.sum(dtype=jnp.int32)
+    wanted &= count <= cache.num_free
+    pages = cache.free[cache.num_free - jnp.cumsum(wanted)]
+    owners = cache.owners.at[jnp.where(wanted, pages, cache.num_pages)].set(1, mode="drop")
+    taken = wanted.sum(dtype=jnp.int32)
+    return cache.replace(owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
+    """Make `row` own exactly plan.pages(tokens, tail) pages: missing ones are taken, pages beyond are given back.
+
+    The pages that stay keep their contents. The caller has counted: plan.pages(tokens, tail) less what the row owns
+    must be free, or nothing is taken. A row's capacity bounds each group.
+    """
+    layout = cache.layout
+    needed = jnp.minimum(plan.group_pages(tokens, tail), np.asarray(layout.capacity, np.int32))
+    wanted = layout.index < needed[layout.group]
+    pages = cache.table[row]
+    held = pages != NO_PAGE
+    cache = _return_pages(cache, pages, held & ~wanted)
+    cache, fresh = _take_pages(cache, wanted & ~held)
+    pages = jnp.where(wanted, jnp.where(held, pages, fresh), NO_PAGE)
+    return cache.replace(table=cache.table.at[row].set(pages))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
+    """Give back every page of `row` and forget its tokens."""
+    del plan
+    pages = cache.table[row]
+    cache = _return_pages(cache, pages, pages != NO_PAGE)
+    return cache.replace(
+        table=cache.table.at[row].set(NO_PAGE),
+        tokens=cache.tokens.at[row].set(0),
+        tail=cache.tail.at[row].set(0),
+    )
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache:
+    """Make the empty row `dst` a copy of row `src`, reserved tail pages included.
+
+    Full pages of locked entries are never written again and get a second owner; the others (at most window + tail
+    entries of each group) are copied. Needs plan.pages(tokens, tail) - plan.shared_pages(tokens) free pages.
+    """
+    layout, size = cache.layout, plan.page_size
+    pages = cache.table[src]
+    held = pages != NO_PAGE
+    full = plan.locked(cache.tokens[src]) // size  # [M] shareable pages
+    shared = held & (layout.index < full[layout.group])
+    cache, fresh = _take_pages(cache, held & ~shared)
+    cache = cache.replace(
+        owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),
+        table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
+        tokens=cache.tokens.at[dst].set(cache.tokens[src]),
+        tail=cache.tail.at[dst].set(cache.tail[src]),
+    )
+    # The pages to copy lie together: at most this many of each group, from its first unshared page on.
+    most = -(-(plan.window + layout.max_tail) // size) + 1
+    column = full[:, None] + np.arange(most)
+    inside = column < np.asarray(layout.capacity, np.int32)[:, None]
+    column = jnp.where(inside, layout.first[:, None] + column, 0).reshape(-1)
+    target = jnp.where(inside.reshape(-1) & (fresh[column] != NO_PAGE), fresh[column], cache.num_pages)
+    pool = cache.pool.at[target].set(cache.pool[pages[column]], mode="drop")
+    return cache.replace(pool=pool)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) -> Cache:
+    """Forget the last `count` tokens of `row`: as many as its tail holds, and up to `window` of the compressed ones.
+
+    The entries go, the pages stay reserved. After reaching into the window, the next chunk must bring the row to at
+    least as many tokens as it had been compressed at.
+    """
+    del plan
+    return cache.replace(tail=cache.tail.at[row].add(-count))

@@ -1,0 +1,186 @@
+"""From calibrated budgets to a static cache layout: head groups, lengths, pages, and the split map.
+
+Everything here is decided before the first request and never changes: which group and column each head has, and how
+many entries each group holds as a function of the token count alone (invariant 1 of the design).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tangram_jax.profile import BudgetProfile
+
+Cluster = Literal["layer", "model", "adjacent"]
+CLUSTERS: tuple[Cluster, ...] = ("layer", "model", "adjacent")
+PPM = 1_000_000
+MAX_TOKENS = 1_000_000  # kept_entries() stays inside int32 up to here
+
+
+def kept_entries(budget_ppm: Any, tokens: Any, min_entries: int = 0) -> Any:
+    """Entries that a budget keeps of `tokens` tokens: min(n, max(ceil(budget * n), min_entries)).
+
+    `budget_ppm` int32[...] in parts per million, `tokens` int32[...] up to MAX_TOKENS, broadcast against each other;
+    NumPy in, NumPy out; JAX in, JAX out. Budgets are whole parts per million, so the ceiling is exact (0.07 of 100 is
+    7), and the product is taken in two digits of base 1000, so it fits in int32 on a device without 64-bit integers.
+    """
+    n1, n0 = tokens // 1000, tokens % 1000
+    b1, b0 = budget_ppm // 1000, budget_ppm % 1000
+    low = 1000 * (n1 * b0 + n0 * b1) + n0 * b0
+    kept = n1 * b1 + (low + (PPM - 1)) // PPM
+    floor = kept * 0 + min_entries
+    kept = kept + (floor > kept) * (floor - kept)
+    return kept + (tokens < kept) * (tokens - kept)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CachePlan:
+    """The static layout of the compressed cache of one model under one profile. Hashed by identity: build it once."""
+
+    profile: BudgetProfile
+    heads_per_page: int  # Hp
+    page_size: int  # P
+    cluster: Cluster
+    sinks: int  # first positions that are always kept
+    window: int  # last positions that are always kept, and decided on again when more tokens come
+    min_entries: int  # no group keeps fewer than this many entries, as long as there are that many tokens
+    group_of: np.ndarray  # int32[L, K]
+    column_of: np.ndarray  # int32[L, K]
+    group_budgets: np.ndarray  # f32[M], the largest budget in each group
+    group_ppm: np.ndarray  # int32[M], group_budgets in parts per million
+
+    @classmethod
+    def build(
+        cls,
+        profile: BudgetProfile,
+        heads_per_page: int = 4,
+        page_size: int = 16,
+        cluster: Cluster = "layer",
+        *,
+        sinks: int = 4,
+        window: int = 32,
+        min_entries: int = 0,
+    ) -> "CachePlan":
+        """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
+
+        `cluster`: "layer" sorts the heads of each layer, "model" all heads of all layers together, "adjacent" takes
+        them as they come. Where the heads do not divide evenly, the group of the smallest budgets (or the last one,
+        for "adjacent") has empty columns. Raises ValueError on values out of range.
+        """
+        if cluster not in CLUSTERS:
+            raise ValueError(f"cluster must be one of {', '.join(CLUSTERS)}; got {cluster!r}")
+        for name, value, least in (
+            ("heads_per_page", heads_per_page, 1),
+            ("page_size", page_size, 1),
+            ("sinks", sinks, 0),
+            ("window", window, 1),
+            ("min_entries", min_entries, 0),
+        ):
+            if int(value) != value or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+        budgets = np.asarray(profile.budgets, np.float32)
+        layers, heads = budgets.shape
+        group_of = np.empty(layers * heads, np.int32)
+        column_of = np.empty(layers * heads, np.int32)
+        next_group = 0
+        for block in np.arange(layers * heads).reshape((1, -1) if cluster == "model" else (layers, heads)):
+            if cluster == "adjacent":
+                order, skip = block, 0
+            else:
+                order = block[np.argsort(budgets.reshape(-1)[block], kind="stable")]
+                skip = -len(block) % heads_per_page
+            at = np.arange(len(block)) + skip
+            group_of[order] = next_group + at // heads_per_page
+            column_of[order] = at % heads_per_page
+            next_group += -(-len(block) // heads_per_page)
+        group_budgets = np.zeros(next_group, np.float32)
+        np.maximum.at(group_budgets, group_of, budgets.reshape(-1))
+        return cls(
+            profile=profile,
+            heads_per_page=int(heads_per_page),
+            page_size=int(page_size),
+            cluster=cluster,
+            sinks=int(sinks),
+            window=int(window),
+            min_entries=int(min_entries),
+            group_of=group_of.reshape(layers, heads),
+            column_of=column_of.reshape(layers, heads),
+            group_budgets=group_budgets,
+            group_ppm=np.rint(group_budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32),
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """M, over all layers."""
+        return len(self.group_ppm)
+
+    @property
+    def head_at(self) -> np.ndarray:
+        """int32[M, Hp]: the head (layer * K + KV head) of each column, -1 where a column is empty."""
+        table = np.full((self.num_groups, self.heads_per_page), -1, np.int32)
+        table[self.group_of.reshape(-1), self.column_of.reshape(-1)] = np.arange(self.group_of.size)
+        return table
+
+    def lengths(self, tokens: Any) -> Any:
+        """Entries of each group after `tokens` prompt tokens: int32[..., M] for tokens int32[...].
+
+        A pure function of the count: an int or NumPy array gives NumPy, a JAX array (traced or not) gives JAX.
+        """
+        if isinstance(tokens, int | np.integer | np.ndarray):
+            n = np.asarray(tokens)
+            if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
+                raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
+            ppm = self.group_ppm.astype(np.int64)
+            return kept_entries(ppm, n[..., None].astype(np.int64), self.min_entries).astype(np.int32)
+        return kept_entries(self.group_ppm, tokens[..., None], self.min_entries)
+
+    def locked(self, tokens: Any) -> Any:
+        """Entries of each group that are never decided on again: int32[..., M]; the rest is the trailing window."""
+        lengths = self.lengths(tokens)
+        return (lengths - self.window) * (lengths > self.window)
+
+    def group_pages(self, tokens: Any, tail: Any = 0) -> Any:
+        """Pages of each group for `tokens` under the plan's law and `tail` more kept whole: int32[..., M]."""
+        return -(-(self.lengths(tokens) + tail) // self.page_size)
+
+    def pages(self, tokens: int, tail: int = 0) -> int:
+        """Pages that a request owns after `tokens` prompt tokens, with room for `tail` generated ones kept whole."""
+        return int(self.group_pages(tokens, tail).sum())
+
+    def shared_pages(self, tokens: int) -> int:
+        """Pages of a request of `tokens` tokens that a fork shares instead of copying: the full locked ones."""
+        return int((self.locked(tokens) // self.page_size).sum())
+
+    def entries(self, tokens: int) -> int:
+        """Head entries in use (over all heads and layers) after `tokens` tokens, group effect included."""
+        heads = np.bincount(self.group_of.reshape(-1), minlength=self.num_groups)
+        return int((self.lengths(tokens).astype(np.int64) * heads).sum())
+
+    def retention(self, tokens: int = 1 << 16) -> float:
+        """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding."""
+        return self.entries(tokens) / (tokens * self.group_of.size)
+
+    def page_bytes(self, head_dim: int, itemsize: int) -> int:
+        """Bytes of one page [2, Hp, P, D]."""
+        return 2 * self.heads_per_page * self.page_size * head_dim * itemsize
+
+
+def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:
+    """CTAs for each head group of each layer, fixed ahead of time (paper, Algorithm 1).
+
+    `budgets` f32[L, K] (or [K]), heads as given, in groups of `heads_per_page`; returns int32[L, K // Hp] (or [K // Hp]).
+    Each layer's `num_ctas` are dealt in proportion to the groups' summed budgets, rounded to the nearest, at least one
+    each; a layer whose budgets are all zero gets ones.
+    """
+    b = np.asarray(budgets, np.float64)
+    if b.ndim not in (1, 2) or b.shape[-1] % heads_per_page:
+        raise ValueError(
+            f"budgets must be [L, K] with K a multiple of heads_per_page={heads_per_page}; got {b.shape}"
+        )
+    if num_ctas < 1 or not np.isfinite(b).all() or (b < 0).any():
+        raise ValueError("num_ctas must be positive, and budgets finite and not negative")
+    load = b.reshape(*b.shape[:-1], -1, heads_per_page).sum(-1)
+    total = load.sum(-1, keepdims=True)
+    share = np.divide(load, total, out=np.zeros_like(load), where=total > 0)
+    # The small addend makes exact halves round up whatever the scale of the budgets.
+    return np.maximum(1, np.floor(share * num_ctas + 0.5 + 1e-9)).astype(np.int32)

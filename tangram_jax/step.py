@@ -1,0 +1,247 @@
+"""The engine's two steps as pure functions: a prefill chunk that compresses as it goes, and a decode step.
+
+Both are one function, `step`, over flat tokens: a chunk of one request and one token of each of several others share
+the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+from models.rope import rope_frequencies
+from models.transformer import forward
+from tangram_jax.attention import LayerPages, chunk_attention, decode_attention
+from tangram_jax.cache import NO_PAGE, Cache
+from tangram_jax.compress import Candidates, candidates, keep, read_tail
+from tangram_jax.plan import CachePlan
+from tangram_jax.scorers import Scorer, ScoreInputs
+
+
+class Chunk(NamedTuple):
+    """The next tokens of one row."""
+
+    row: jax.Array  # i32[]
+    tokens: jax.Array  # i32[T], padded
+    count: jax.Array  # i32[]: how many are valid, at least 1
+
+
+class Decode(NamedTuple):
+    """One new token for each of several rows."""
+
+    rows: jax.Array  # i32[B]; a number of no row is an empty slot
+    tokens: jax.Array  # i32[B]
+
+
+def step(
+    params: Any,
+    config: ModelConfig,
+    plan: CachePlan,
+    scorer: Scorer,
+    cache: Cache,
+    chunk: Chunk | None,
+    decode: Decode | None,
+    *,
+    all_logits: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """Run a chunk, a batch of decode tokens, or both, and update the cache.
+
+    Returns (logits f32[R, V], cache): the logits after the chunk's last valid token first (with `all_logits` those of
+    all T chunk tokens), then those of the B decode tokens. The rows' pages must be reserved; no row may be in both.
+    """
+    tokens, positions, logits_at = _flatten(cache, chunk, decode, all_logits)
+    size = 0 if chunk is None else chunk.tokens.shape[0]
+    shared = _chunk_state(plan, cache, chunk) if chunk else None
+    lengths = table = None
+    if decode:
+        there = decode.rows < cache.num_rows
+        table = cache.table.at[decode.rows].get(mode="fill", fill_value=NO_PAGE)
+        held = plan.lengths(cache.tokens.at[decode.rows].get(mode="fill", fill_value=0))
+        held = held + cache.tail.at[decode.rows].get(mode="fill", fill_value=0)[:, None]
+        lengths = jnp.where(there[:, None], held, 0)  # [B, M]
+
+    kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
+    scores: list[jax.Array] = []  # per layer: [K, C]
+
+    def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        kept.append((k, v))
+        group, column = plan.group_of[layer], plan.column_of[layer]
+        first = cache.layout.first[group]
+        q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        out = []
+        if chunk:
+            assert shared is not None
+            pages = LayerPages(cache.pool, shared.table[None], shared.lengths[None, group], first, column)
+            attended, lse = chunk_attention(q[:size], k[:size], v[:size], pages, config.attention_scale)
+            out.append(attended)
+            with jax.named_scope("score"):
+                scores.append(_score(config, scorer, shared, layer, plan, q[:size], k[:size], v[:size], lse))
+        if decode:
+            pages = LayerPages(cache.pool, table, lengths[:, group], first, column)
+            out.append(decode_attention(q[size:], k[size:], v[size:], pages, config.attention_scale))
+        joined = out[0] if len(out) == 1 else jnp.concatenate(out)
+        return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
+
+    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
+    keys, values = (jnp.stack([pair[i] for pair in kept]) for i in (0, 1))  # [L, T + B, K, D]
+    if chunk:
+        assert shared is not None
+        with jax.named_scope("keep"):
+            grouped = [_by_group(plan, x[:, :size].swapaxes(1, 2)) for x in (keys, values)]  # [M, Hp, T, D]
+            kv = jnp.concatenate([shared.tail_kv, jnp.stack(grouped).astype(shared.tail_kv.dtype)], axis=3)
+            cache = keep(plan, cache, shared.what, _by_group(plan, jnp.stack(scores)), kv)
+    if decode:
+        with jax.named_scope("append"):
+            cache = _append(plan, cache, decode, table, lengths, keys[:, size:], values[:, size:])
+    return logits, cache
+
+
+def prefill_chunk(
+    params: Any,
+    model_config: ModelConfig,
+    plan: CachePlan,
+    cache: Cache,
+    *,
+    scorer: Scorer,
+    row: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Run the next `count` of `tokens` i32[T] of `row` and compress the row to plan.lengths of its new token count.
+
+    Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static and
+    the cache donated. Reserve pages for the row's new token count first.
+    """
+    chunk = Chunk(jnp.asarray(row), tokens, jnp.asarray(count))
+    logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
+    return logits[0], cache
+
+
+def decode_step(
+    params: Any,
+    model_config: ModelConfig,
+    plan: CachePlan,
+    cache: Cache,
+    *,
+    rows: jax.Array,
+    tokens: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Append `tokens` i32[B] to `rows` i32[B] (a number of no row is an empty slot) and return logits f32[B, V].
+
+    Jit it with `model_config` and `plan` static and the cache donated. Each row's tail must be reserved.
+    """
+    return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
+
+
+_NO_SCORER: Any = None
+
+
+class _ChunkState(NamedTuple):
+    table: jax.Array  # i32[R]
+    lengths: jax.Array  # i32[M]
+    what: Candidates
+    tail_kv: jax.Array  # [2, M, Hp, W, D]
+    queries: jax.Array  # i32[T], positions
+
+
+def _chunk_state(plan: CachePlan, cache: Cache, chunk: Chunk) -> _ChunkState:
+    size = chunk.tokens.shape[0]
+    what = candidates(plan, cache, chunk.row, size, chunk.count)
+    return _ChunkState(
+        table=cache.table[chunk.row],
+        lengths=plan.lengths(cache.tokens[chunk.row]) + cache.tail[chunk.row],
+        what=what,
+        tail_kv=read_tail(plan, cache, chunk.row),
+        queries=what.positions[-size:],
+    )
+
+
+def _flatten(
+    cache: Cache, chunk: Chunk | None, decode: Decode | None, all_logits: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Flat tokens, their true positions, and the rows whose logits are wanted."""
+    before = cache.tokens + cache.tail
+    tokens, positions, logits_at = [], [], []
+    size = 0
+    if chunk:
+        size = chunk.tokens.shape[0]
+        tokens.append(chunk.tokens)
+        positions.append(before[chunk.row] + np.arange(size))
+        logits_at.append(np.arange(size) if all_logits else jnp.asarray(chunk.count - 1)[None])
+    if decode:
+        tokens.append(decode.tokens)
+        positions.append(before.at[decode.rows].get(mode="fill", fill_value=0))
+        logits_at.append(size + np.arange(decode.rows.shape[0]))
+    if not tokens:
+        raise ValueError("a step needs a chunk, decode tokens, or both")
+    return jnp.concatenate(tokens), jnp.concatenate(positions), jnp.concatenate(logits_at)
+
+
+def _score(
+    config: ModelConfig,
+    scorer: Scorer,
+    shared: _ChunkState,
+    layer: int,
+    plan: CachePlan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse: jax.Array,
+) -> jax.Array:
+    """Scores f32[K, C] of one layer's candidates."""
+    size = q.shape[0]
+    group, column = plan.group_of[layer], plan.column_of[layer]
+    tail = shared.tail_kv[:, group, column]  # [2, K, W, D]
+    joined = [
+        jnp.concatenate([t.astype(x.dtype), x.swapaxes(0, 1)], axis=1)
+        for t, x in zip(tail, (k, v), strict=True)
+    ]
+    return scorer.score(
+        ScoreInputs(
+            q=q.reshape(size, config.num_heads, config.head_dim),
+            q_positions=shared.queries,
+            num_valid=shared.what.count,
+            lse=lse.reshape(size, config.num_heads),
+            k=joined[0],
+            v=joined[1],
+            positions=shared.what.positions,
+            valid=shared.what.valid[group],
+            scale=config.attention_scale,
+            inv_freq=rope_frequencies(config),
+        )
+    )
+
+
+def _by_group(plan: CachePlan, x: jax.Array) -> jax.Array:
+    """[L, K, ...] -> [M, Hp, ...]; empty columns repeat some head."""
+    return x.reshape(-1, *x.shape[2:])[np.maximum(plan.head_at, 0)]
+
+
+def _append(
+    plan: CachePlan,
+    cache: Cache,
+    decode: Decode,
+    table: jax.Array,
+    lengths: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+) -> Cache:
+    """Write one token of every layer into its row's pages and count it. keys, values [L, B, K, D]; lengths [B, M]."""
+    layout, size = cache.layout, plan.page_size
+    index = lengths // size
+    inside = index < np.asarray(layout.capacity)
+    number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
+    there = inside & (number != NO_PAGE) & (decode.rows < cache.num_rows)[:, None]
+    kv = jnp.stack([_by_group(plan, x.swapaxes(1, 2)) for x in (keys, values)])  # [2, M, Hp, B, D]
+    return cache.replace(
+        pool=cache.pool.at[jnp.where(there, number, cache.num_pages), :, :, lengths % size].set(
+            kv.transpose(3, 1, 0, 2, 4).astype(cache.pool.dtype), mode="drop"
+        ),
+        tail=cache.tail.at[decode.rows].add(1, mode="drop"),
+    )
+
+
+StepFunction = Callable[..., tuple[jax.Array, Cache]]
