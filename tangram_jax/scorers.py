@@ -1,0 +1,253 @@
+"""Scorers: which candidates of a chunk each KV head should keep. Higher scores are kept; -inf is never kept.
+
+A scorer sees one layer of one request: the chunk's queries and the candidates (the previous uncompressed
+tail, then the chunk). It only ranks. Sinks and the trailing window are protected by the caller, budgets belong
+to the plan, and uniform budgets are a profile (`BudgetProfile.uniform`), not a scorer.
+
+All scorers are pure, deterministic, computed in float32, and frozen (hashable), so that they can be static
+arguments of jit. Padding rows and candidates may hold anything finite: they are masked before any reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+NEG_INF = float("-inf")
+
+
+@flax.struct.dataclass
+class ScoreInputs:
+    """What one layer of one request shows to a scorer. Padding rows and candidates hold finite values.
+
+    `q` may be the whole chunk or only its last `scorer.query_rows` rows.
+    """
+
+    q: Float[Array, "T N D"]  # queries after RoPE; rows from num_valid on are padding
+    q_positions: Int[Array, " T"]  # true positions
+    num_valid: Int[Array, ""]  # valid rows of q
+    lse: Float[Array, "T N"]  # natural log-sum-exp of scaled logits over ALL entries visible to each query
+    k: Float[Array, "K C D"]  # candidate keys after RoPE: previous tail, then the chunk
+    v: Float[Array, "K C D"]
+    positions: Int[Array, " C"]  # true positions, contiguous and increasing
+    valid: Bool[Array, "K C"]  # candidate exists
+    inv_freq: Float[Array | np.ndarray, " half_D"]  # RoPE inverse frequencies
+    scale: float = flax.struct.field(pytree_node=False)  # softmax scale c
+
+
+class Scorer(Protocol):
+    """A ranking of candidates. Implementations are frozen dataclasses; `name` is what `get_scorer` takes."""
+
+    name: ClassVar[str]
+
+    @property
+    def query_rows(self) -> int | None:
+        """How many of the chunk's last valid query rows are read: a number, or None for all of them."""
+        ...
+
+    def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
+        """f32[K, C], higher = keep; -inf exactly where the candidate is not valid."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV:
+    """SnapKV: attention that the chunk's last queries pay to each candidate (METHODS.md).
+
+    Order of the reductions, which changes the kept set: probability of every (query, query head), mean over
+    the window, mean over the G query heads of a KV head, then 1-D max-pool over positions. The probability is
+    exp(s - lse), so the softmax runs over everything the query saw, retained history included.
+    """
+
+    window: int = 32
+    pool: int = 7
+    name: ClassVar[str] = "snapkv"
+
+    def __post_init__(self) -> None:
+        _check(self.window >= 1, f"snapkv: window must be at least 1, found {self.window}")
+        _check(
+            self.pool >= 1 and self.pool % 2 == 1, f"snapkv: pool must be odd and positive, found {self.pool}"
+        )
+
+    @property
+    def query_rows(self) -> int | None:
+        return self.window
+
+    @jax.named_scope("snapkv")
+    def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
+        num_kv_heads = x.k.shape[0]
+        rows = x.num_valid - min(self.window, x.q.shape[0]) + jnp.arange(min(self.window, x.q.shape[0]))
+        real = rows >= 0  # a chunk shorter than the window has fewer queries
+        rows = jnp.maximum(rows, 0)
+        q_wkgd = _split_heads(x.q[rows], num_kv_heads)
+        logits = jnp.einsum("wkgd,kcd->kgwc", q_wkgd, x.k, preferred_element_type=jnp.float32)
+        lse_kgw = jnp.transpose(_split_heads(x.lse[rows], num_kv_heads), (1, 2, 0))
+        visible = (x.positions <= x.q_positions[rows][:, None]) & real[:, None]  # [W, C]: causal
+        visible = visible & x.valid[:, None, None, :]
+        log_prob = jnp.where(visible, logits * x.scale - lse_kgw[..., None], NEG_INF)
+        count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
+        attention = jnp.exp(log_prob).sum(axis=2) / count  # [K, G, C]: mean over the window
+        attention = attention.mean(axis=1)  # mean over G
+        pooled = _max_pool(jnp.where(x.valid, attention, NEG_INF), self.pool)
+        return jnp.where(x.valid, pooled, NEG_INF)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention:
+    """Expected Attention: what a Gaussian model of future queries would attend to, times the value's norm.
+
+    Per query head, mean mu and covariance Sigma (divided by the number of positions) of the chunk's queries
+    before RoPE, positions below `skip` left out; R is the rotation averaged over the `future` positions that
+    follow the last query; z = c (R mu).k + c^2 k.(R Sigma R^T) k / 2; softmax over the valid candidates; mean
+    over the G query heads of a KV head; score (p + eps) * norm(v).
+    """
+
+    future: int = 512
+    eps: float = 1e-2
+    skip: int = 4
+    name: ClassVar[str] = "expected_attention"
+
+    def __post_init__(self) -> None:
+        _check(self.future >= 1, f"expected_attention: future must be at least 1, found {self.future}")
+        _check(self.eps >= 0, f"expected_attention: eps must not be negative, found {self.eps}")
+        _check(self.skip >= 0, f"expected_attention: skip must not be negative, found {self.skip}")
+
+    @property
+    def query_rows(self) -> int | None:
+        return None
+
+    @jax.named_scope("expected_attention")
+    def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
+        num_kv_heads = x.k.shape[0]
+        with jax.default_matmul_precision("highest"):  # TF32 would blur small differences of z
+            mean, covariance = self._query_statistics(x)  # [N, D], [N, D, D]
+            next_position = x.q_positions[jnp.maximum(x.num_valid - 1, 0)] + 1
+            rotation = _mean_rotation(x.inv_freq, next_position, self.future)
+            mean = _split_heads((mean @ rotation.T)[None], num_kv_heads)[0]  # [K, G, D]
+            covariance = rotation @ covariance @ rotation.T
+            covariance = covariance.reshape(num_kv_heads, -1, *covariance.shape[1:])
+            k = x.k.astype(jnp.float32)
+            linear = jnp.einsum("kgd,kcd->kgc", mean, k)
+            quadratic = jnp.einsum("kgcd,kcd->kgc", jnp.einsum("kgde,kce->kgcd", covariance, k), k)
+        z = x.scale * linear + x.scale**2 * quadratic / 2
+        probability = _masked_softmax(z, x.valid[:, None, :]).mean(axis=1)
+        value_norm = jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1)
+        return jnp.where(x.valid, (probability + self.eps) * value_norm, NEG_INF)
+
+    def _query_statistics(self, x: ScoreInputs) -> tuple[Float[Array, "N D"], Float[Array, "N D D"]]:
+        used = (jnp.arange(x.q.shape[0]) < x.num_valid) & (x.q_positions >= self.skip)
+        q = _unrotate(x.q.astype(jnp.float32), x.q_positions, x.inv_freq)
+        q = jnp.where(used[:, None, None], q, 0.0)
+        count = jnp.maximum(used.sum(), 1).astype(jnp.float32)
+        mean = q.sum(axis=0) / count
+        centred = jnp.where(used[:, None, None], q - mean, 0.0)
+        return mean, jnp.einsum("tnd,tne->nde", centred, centred) / count
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff:
+    """KeyDiff: keys that differ from the others. Anchor a = mean of the unit keys; score = -cos(k, a)."""
+
+    name: ClassVar[str] = "keydiff"
+
+    @property
+    def query_rows(self) -> int | None:
+        return 0
+
+    @jax.named_scope("keydiff")
+    def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
+        unit = _unit(jnp.where(x.valid[..., None], x.k.astype(jnp.float32), 0.0))
+        count = jnp.maximum(x.valid.sum(axis=1), 1).astype(jnp.float32)
+        anchor = _unit(unit.sum(axis=1) / count[:, None])  # [K, D]
+        cosine = (unit * anchor[:, None, :]).sum(
+            axis=-1
+        )  # sums, not a product: the same bits on every backend
+        return jnp.where(x.valid, -cosine, NEG_INF)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM:
+    """StreamingLLM: the most recent candidates, the same for every head (sinks are kept by the caller)."""
+
+    name: ClassVar[str] = "streaming_llm"
+
+    @property
+    def query_rows(self) -> int | None:
+        return 0
+
+    def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
+        recency = (x.positions - x.positions[-1]).astype(jnp.float32)  # exact: small whole numbers
+        return jnp.where(x.valid, recency, NEG_INF)
+
+
+SCORERS: dict[str, type[Any]] = {cls.name: cls for cls in (SnapKV, ExpectedAttention, KeyDiff, StreamingLLM)}
+
+
+def get_scorer(name: str, **options: Any) -> Scorer:
+    """The scorer called `name` ("snapkv", "expected_attention", "keydiff", "streaming_llm") with its options.
+
+    Raises:
+      ValueError: for an unknown name, option or value; the message lists what exists.
+    """
+    cls = SCORERS.get(name.lower().replace("-", "_"))
+    if cls is None:
+        raise ValueError(f"unknown scorer {name!r}, expected one of: {', '.join(SCORERS)}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(options.keys() - set(known))
+    if unknown:
+        what = f"its options are: {', '.join(known)}" if known else "it has no options"
+        raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
+    return cls(**options)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _split_heads(x: Array, num_kv_heads: int) -> Array:
+    """[T, N, ...] -> [T, K, G, ...]: query head n belongs to KV head n // G."""
+    return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
+
+
+def _max_pool(x: Float[Array, "K C"], width: int) -> Float[Array, "K C"]:
+    """Largest of the `width` neighbours centred on each position; beyond the ends there is nothing."""
+    half = width // 2
+    return jax.lax.reduce_window(x, NEG_INF, jax.lax.max, (1, width), (1, 1), ((0, 0), (half, half)))
+
+
+def _masked_softmax(z: Float[Array, "K G C"], valid: Bool[Array, "K 1 C"]) -> Float[Array, "K G C"]:
+    """Softmax over the valid candidates; 0 elsewhere, also where a head has no candidate at all."""
+    top = jnp.max(jnp.where(valid, z, NEG_INF), axis=-1, keepdims=True)
+    exp = jnp.exp(jnp.where(valid, z - jnp.where(jnp.isfinite(top), top, 0.0), NEG_INF))
+    return exp / jnp.maximum(exp.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+
+def _unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    norm = jnp.sqrt((x * x).sum(axis=-1, keepdims=True))
+    return x / jnp.maximum(norm, 1e-12)
+
+
+def _unrotate(
+    q: Float[Array, "T N D"], positions: Int[Array, " T"], inv_freq: Float[Array | np.ndarray, " half_D"]
+) -> Float[Array, "T N D"]:
+    """Takes RoPE off again (half-split layout): a rotation by minus the position."""
+    angle = positions.astype(jnp.float32)[:, None] * inv_freq  # [T, D/2]
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = jnp.split(q, 2, axis=-1)
+    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+
+
+def _mean_rotation(
+    inv_freq: Float[Array | np.ndarray, " half_D"], start: Int[Array, ""], future: int
+) -> Float[Array, "D D"]:
+    """RoPE matrix averaged over the positions start .. start + future - 1 (half-split layout)."""
+    angle = (start + jnp.arange(future)).astype(jnp.float32)[:, None] * inv_freq
+    cos, sin = jnp.diag(jnp.cos(angle).mean(axis=0)), jnp.diag(jnp.sin(angle).mean(axis=0))
+    return jnp.block([[cos, -sin], [sin, cos]])

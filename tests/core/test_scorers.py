@@ -1,0 +1,271 @@
+"""Each scorer against a plain float64 NumPy implementation, with padding, tails, GQA, and its invariants.
+
+The references loop over heads, queries and candidates, as METHODS.md words the formulas.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tangram_jax.scorers import ExpectedAttention, KeyDiff, ScoreInputs, SnapKV, StreamingLLM, get_scorer
+
+D = 16
+INV_FREQ = (100_000.0 ** (-np.arange(0, D, 2) / D)).astype(np.float32)
+SCALE = 0.31  # not 1/sqrt(D): the scale must be taken from the inputs
+ALL = [SnapKV(), SnapKV(window=5, pool=3), ExpectedAttention(future=40), KeyDiff(), StreamingLLM()]
+
+# chunk rows, valid rows, tail entries, KV heads, group size, first position of the chunk
+CASES = {
+    "first chunk": (48, 48, 0, 2, 3, 0),
+    "tail and padding": (48, 41, 20, 3, 2, 300),
+    "chunk shorter than the window": (48, 7, 36, 1, 4, 77),
+    "one token": (16, 1, 12, 2, 1, 1000),
+    "within the sinks": (16, 3, 0, 2, 2, 0),
+}
+
+
+def rotate(x, position):
+    """RoPE, half-split, of x[..., D] at one position, in float64."""
+    angle = position * INV_FREQ.astype(np.float64)
+    first, second = x[..., : D // 2], x[..., D // 2 :]
+    return np.concatenate(
+        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)],
+        axis=-1,
+    )
+
+
+def make_inputs(case, seed=0) -> ScoreInputs:
+    """Random inputs; `lse` counts a made-up history, and heads differ in how many tail entries they have."""
+    rows, num_valid, tail, kv_heads, group, start = CASES[case]
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(rows, kv_heads * group, D)) + rng.normal(size=(1, kv_heads * group, D))
+    q = np.stack([rotate(row, start + t) for t, row in enumerate(q)])
+    k = rng.normal(size=(kv_heads, tail + rows, D)) + rng.normal(size=(kv_heads, 1, D))
+    v = rng.normal(size=(kv_heads, tail + rows, D))
+    positions = start - tail + np.arange(tail + rows)
+    valid = np.broadcast_to(
+        (positions >= 0) & (positions < start + num_valid), (kv_heads, tail + rows)
+    ).copy()
+    for head in range(kv_heads):
+        valid[head, : min(tail, 3 * head)] = False
+    lse = np.zeros((rows, kv_heads * group))
+    for t in range(rows):
+        for n in range(kv_heads * group):
+            seen = valid[n // group] & (positions <= start + t)
+            logits = np.append(k[n // group][seen] @ q[t, n] * SCALE, [0.3, 1.1])  # two entries of history
+            lse[t, n] = np.log(np.exp(logits).sum())
+    return ScoreInputs(
+        q=jnp.asarray(q, jnp.float32),
+        q_positions=jnp.asarray(start + np.arange(rows), jnp.int32),
+        num_valid=jnp.int32(num_valid),
+        lse=jnp.asarray(lse, jnp.float32),
+        k=jnp.asarray(k, jnp.float32),
+        v=jnp.asarray(v, jnp.float32),
+        positions=jnp.asarray(positions, jnp.int32),
+        valid=jnp.asarray(valid),
+        inv_freq=jnp.asarray(INV_FREQ),
+        scale=SCALE,
+    )
+
+
+def as_float64(x: ScoreInputs):
+    return [np.asarray(a, np.float64) for a in (x.q, x.lse, x.k, x.v)]
+
+
+def snapkv_reference(x: ScoreInputs, window: int, pool: int) -> np.ndarray:
+    q, lse, k, _ = as_float64(x)
+    positions, valid, num_valid = np.asarray(x.positions), np.asarray(x.valid), int(x.num_valid)
+    kv_heads, count = k.shape[:2]
+    group = q.shape[1] // kv_heads
+    scores = np.full((kv_heads, count), -np.inf)
+    queries = range(max(0, num_valid - window), num_valid)
+    for head in range(kv_heads):
+        attention = np.zeros((group, count))
+        for g in range(group):
+            for t in queries:
+                for c in np.flatnonzero(valid[head]):
+                    if positions[c] <= int(x.q_positions[t]):
+                        logit = SCALE * q[t, head * group + g] @ k[head, c]
+                        attention[g, c] += np.exp(logit - lse[t, head * group + g]) / len(queries)
+        mean = attention.mean(axis=0)
+        for c in np.flatnonzero(valid[head]):
+            near = range(max(0, c - pool // 2), min(count, c + pool // 2 + 1))
+            scores[head, c] = max(mean[i] for i in near if valid[head, i])
+    return scores
+
+
+def expected_attention_reference(x: ScoreInputs, future: int, eps: float, skip: int) -> np.ndarray:
+    q, _, k, v = as_float64(x)
+    valid, num_valid, positions = np.asarray(x.valid), int(x.num_valid), np.asarray(x.q_positions)
+    kv_heads, count = k.shape[:2]
+    group = q.shape[1] // kv_heads
+    used = [t for t in range(num_valid) if positions[t] >= skip]
+    start = positions[num_valid - 1] + 1
+    # Columns of the averaged rotation are the averaged images of the unit vectors.
+    rotation = np.mean([rotate(np.eye(D), p).T for p in range(start, start + future)], axis=0)
+    scores = np.full((kv_heads, count), -np.inf)
+    for head in range(kv_heads):
+        kept = np.flatnonzero(valid[head])
+        probability = np.zeros(len(kept))
+        for g in range(group):
+            bare = np.array([rotate(q[t, head * group + g], -positions[t]) for t in used]).reshape(
+                len(used), D
+            )
+            mean, covariance = np.zeros(D), np.zeros((D, D))
+            if used:
+                mean = bare.mean(axis=0)
+                covariance = (bare - mean).T @ (bare - mean) / len(used)
+            mean, covariance = rotation @ mean, rotation @ covariance @ rotation.T
+            z = np.array(
+                [
+                    SCALE * mean @ k[head, c] + SCALE**2 * k[head, c] @ covariance @ k[head, c] / 2
+                    for c in kept
+                ]
+            )
+            probability += np.exp(z - z.max()) / np.exp(z - z.max()).sum() / group
+        scores[head, kept] = (probability + eps) * np.linalg.norm(v[head, kept], axis=-1)
+    return scores
+
+
+def keydiff_reference(x: ScoreInputs) -> np.ndarray:
+    _, _, k, _ = as_float64(x)
+    scores = np.full(k.shape[:2], -np.inf)
+    for head, valid in enumerate(np.asarray(x.valid)):
+        keys = k[head, valid]
+        anchor = (keys / np.linalg.norm(keys, axis=1, keepdims=True)).mean(axis=0)
+        scores[head, valid] = -(keys @ anchor) / np.linalg.norm(keys, axis=1) / np.linalg.norm(anchor)
+    return scores
+
+
+def streaming_reference(x: ScoreInputs) -> np.ndarray:
+    positions = np.asarray(x.positions, np.float64)
+    return np.where(np.asarray(x.valid), positions - positions[-1], -np.inf)
+
+
+def reference(scorer, x):
+    match scorer:
+        case SnapKV():
+            return snapkv_reference(x, scorer.window, scorer.pool)
+        case ExpectedAttention():
+            return expected_attention_reference(x, scorer.future, scorer.eps, scorer.skip)
+        case KeyDiff():
+            return keydiff_reference(x)
+        case StreamingLLM():
+            return streaming_reference(x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def score(scorer, x):
+    return scorer.score(x)
+
+
+def label(scorer) -> str:
+    return scorer.name + ("" if scorer in (get_scorer(scorer.name),) else "-options")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_scores_equal_the_reference(scorer, case):
+    x = make_inputs(case)
+    scores = score(scorer, x)
+    assert scores.shape == x.valid.shape and scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores, reference(scorer, x), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_padding_has_no_influence(scorer):
+    """Guards against padding rows leaking into window, statistics, anchor or pooling."""
+    x = make_inputs("tail and padding")
+    rows, hidden = jnp.arange(x.q.shape[0]) >= x.num_valid, ~x.valid[..., None]
+    other = dataclasses.replace(
+        x,
+        q=jnp.where(rows[:, None, None], 1e4, x.q),
+        lse=jnp.where(rows[:, None], -1e4, x.lse),
+        k=jnp.where(hidden, 1e4, x.k),
+        v=jnp.where(hidden, 1e4, x.v),
+    )
+    np.testing.assert_array_equal(score(scorer, other), score(scorer, x))
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_a_head_without_candidates_has_no_nan(scorer):
+    x = make_inputs("tail and padding")
+    x = dataclasses.replace(x, valid=x.valid.at[0].set(False), num_valid=jnp.int32(0))
+    scores = np.asarray(score(scorer, x))
+    assert (scores[0] == -np.inf).all()
+    assert np.isfinite(scores[1:][np.asarray(x.valid)[1:]]).all()
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_zero_keys_have_no_nan(scorer):
+    x = make_inputs("first chunk")
+    scores = np.asarray(score(scorer, dataclasses.replace(x, k=jnp.zeros_like(x.k), v=jnp.zeros_like(x.v))))
+    assert np.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_the_last_query_rows_are_enough(scorer):
+    """Callers may hand over only the rows that the scorer says it reads."""
+    if scorer.query_rows is None:
+        pytest.skip("reads every query")
+    x = make_inputs("tail and padding")
+    count = max(scorer.query_rows, 1)
+    rows = int(x.num_valid) - count + jnp.arange(count)
+    part = dataclasses.replace(
+        x, q=x.q[rows], q_positions=x.q_positions[rows], lse=x.lse[rows], num_valid=jnp.int32(count)
+    )
+    np.testing.assert_allclose(score(scorer, part), score(scorer, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=label)
+def test_bfloat16_inputs_and_vmap_over_layers(scorer):
+    x = make_inputs("tail and padding")
+    half = dataclasses.replace(x, **{n: getattr(x, n).astype(jnp.bfloat16) for n in ("q", "k", "v")})
+    full = dataclasses.replace(half, **{n: getattr(half, n).astype(jnp.float32) for n in ("q", "k", "v")})
+    np.testing.assert_allclose(score(scorer, half), score(scorer, full), rtol=1e-3, atol=1e-5)
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), x, make_inputs("tail and padding", seed=1))
+    both = jax.vmap(scorer.score)(stacked)
+    for layer in range(2):
+        alone = score(scorer, make_inputs("tail and padding", seed=layer))
+        np.testing.assert_allclose(both[layer], alone, rtol=1e-4, atol=1e-6)
+
+
+def test_snapkv_order_of_reductions():
+    """Mean over G comes before the pool: pooling first would give both positions 0.5 in this example."""
+    x = make_inputs("first chunk")
+    kv_heads, count = x.k.shape[:2]
+    q = jnp.zeros_like(x.q[:1, : kv_heads * 2])
+    q = q.at[0, 0, 0].set(1.0).at[0, 1, 1].set(1.0)  # the two query heads of KV head 0 look elsewhere
+    k = jnp.zeros_like(x.k).at[0, 10, 0].set(1.0).at[0, 11, 1].set(1.0)
+    x = dataclasses.replace(
+        x,
+        q=q * 200,
+        k=k,
+        lse=jnp.full((1, kv_heads * 2), 200.0 * SCALE),
+        q_positions=jnp.array([count]),
+        num_valid=jnp.int32(1),
+    )
+    scores = np.asarray(score(SnapKV(window=1, pool=3), x))
+    np.testing.assert_allclose(scores[0, 8:14], [0, 0.5, 0.5, 0.5, 0.5, 0], atol=1e-6)
+
+
+def test_unknown_names_and_options():
+    assert get_scorer("snapkv", window=16) == SnapKV(window=16)
+    assert get_scorer("expected-attention") == ExpectedAttention()
+    assert hash(get_scorer("keydiff")) == hash(KeyDiff())
+    with pytest.raises(
+        ValueError, match=r"unknown scorer 'h2o', expected one of: snapkv, expected_attention"
+    ):
+        get_scorer("h2o")
+    with pytest.raises(ValueError, match=r"snapkv does not know width; its options are: window, pool"):
+        get_scorer("snapkv", width=3)
+    with pytest.raises(ValueError, match="it has no options"):
+        get_scorer("keydiff", eps=3)
+    with pytest.raises(ValueError, match="pool must be odd"):
+        get_scorer("snapkv", pool=4)
+    with pytest.raises(ValueError, match="future must be at least 1"):
+        get_scorer("expected_attention", future=0)
