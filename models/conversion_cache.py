@@ -1,0 +1,108 @@
+"""Converted models on disk: an Orbax checkpoint of the parameters, the tokenizer and the configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+from transformers import PreTrainedTokenizerFast
+
+from models.config import ModelConfig, RopeScaling
+from models.params import Params, abstract_params
+from models.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1  # increase when the parameter tree or the conversion changes
+
+_log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """`$TANGRAM_CACHE`, or ~/.cache/tangram-jax."""
+    return Path(os.environ.get("TANGRAM_CACHE") or Path.home() / ".cache" / "tangram-jax").expanduser()
+
+
+def entry_path(identity: str, name: str, dtype: DTypeLike) -> Path:
+    """Where a conversion lives. `identity` says which file was converted (hash, or path, size and time)."""
+    dtype_name = jax.numpy.dtype(dtype).name
+    digest = hashlib.sha256(f"{identity}|{dtype_name}|{FORMAT_VERSION}".encode()).hexdigest()[:16]
+    return cache_dir() / "converted" / f"{name}-{dtype_name}-{digest}"
+
+
+def _checkpointer() -> Any:
+    import orbax.checkpoint as ocp
+
+    # Weights do not compress; without compression restoring runs at the speed of the disk.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True))
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Any:
+    """Orbax warns through absl about details of its own; errors still come as exceptions."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
+    """Writes an entry; it appears at once under its name or, when interrupted, not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
+            checkpointer.save(staging / "params", params)
+        tokenizer.save(str(staging / "tokenizer"))
+        (staging / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        try:
+            staging.rename(path)
+        except OSError:  # another process was first
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer] | None:
+    """Reads an entry. None when there is none, or it is unreadable: then it is deleted, with a warning in the log."""
+    if not path.is_dir():
+        return None
+    try:
+        return _load(path, dtype)
+    except Exception as error:  # whatever a half-deleted or foreign entry raises, converting again repairs it
+        _log.warning("converting again: the cached model %s is unreadable (%s)", path, error)
+        shutil.rmtree(path, ignore_errors=True)
+        return None
+
+
+def _load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer]:
+    import orbax.checkpoint as ocp
+
+    fields = json.loads((path / "config.json").read_text())
+    if fields["rope_scaling"] is not None:
+        factors = tuple(fields["rope_scaling"].pop("factors"))
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"], factors=factors)
+    config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_params(config, dtype)
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+    with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
+        params = checkpointer.restore(
+            path / "params", args=ocp.args.PyTreeRestore(item=target, restore_args=restore_args)
+        )
+    fast = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer", clean_up_tokenization_spaces=False)
+    return config, params, Tokenizer(fast, config.eos_token_ids)

@@ -1,0 +1,114 @@
+"""Hugging Face directories and hub names: config.json, safetensors (one file or sharded), tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerFast
+
+from models.config import ModelConfig, UnsupportedModelError, config_from_huggingface
+from models.tokenizer import Tokenizer
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+_IGNORED = ["original/*", "consolidated*", "onnx/*", "*.index.json.lock"]
+
+
+class ModelNotFoundError(ValueError):
+    """No such model, or it could not be fetched; the message says what to do."""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"cannot read {path}: {error}") from error
+
+
+class HuggingFaceDirectory:
+    """A model directory; a `TensorSource` with Hugging Face names."""
+
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise ModelNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
+        self.config = self._config(name or self.path.resolve().name)
+        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def _config(self, name: str) -> ModelConfig:
+        config = config_from_huggingface(_read_json(self.path / "config.json"), name)
+        generation = self.path / "generation_config.json"
+        eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        ids = {*config.eos_token_ids, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
+        return config.replace(eos_token_ids=tuple(sorted(ids)))
+
+    def open(self) -> None:
+        """Opens all safetensors files and lists their tensors; no weights are read yet."""
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(_read_json(index)["weight_map"].values()))
+        else:
+            files = sorted(
+                p.name for p in self.path.glob("*.safetensors") if not p.name.startswith("consolidated")
+            )
+        if not files:
+            raise ModelNotFoundError(
+                f"{self.path} has no .safetensors files (PyTorch .bin files are not read: convert them)"
+            )
+        missing = [name for name in files if not (self.path / name).is_file()]
+        if missing:
+            raise ModelNotFoundError(
+                f"{self.path} lacks weight files that its index lists: {', '.join(missing)}"
+            )
+        for name in files:
+            try:
+                file = safe_open(self.path / name, framework="np")
+            except SafetensorError as error:
+                raise UnsupportedModelError(f"cannot read {self.path / name}: {error}") from error
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
+                self._files[key] = file
+                self.shapes[key] = tuple(file.get_slice(key).get_shape())
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in the dtype in which it is stored (bfloat16 as ml_dtypes.bfloat16)."""
+        return self._files[name].get_tensor(name)
+
+    def tokenizer(self) -> Tokenizer:
+        """The fast tokenizer of the directory, exactly as its tokenizer.json says."""
+        if not (self.path / "tokenizer.json").is_file():
+            raise UnsupportedModelError(
+                f"{self.path} has no tokenizer.json: only fast tokenizers are supported"
+            )
+        fast = PreTrainedTokenizerFast.from_pretrained(self.path, clean_up_tokenization_spaces=False)
+        return Tokenizer(fast, self.config.eos_token_ids)
+
+
+def download(repo: str, *, progress: bool = True) -> Path:
+    """Fetches a hub repository (progress bars by huggingface_hub) into its cache and returns the directory.
+
+    config.json comes first, so that an unsupported model fails before its weights are downloaded.
+    Raises ModelNotFoundError, UnsupportedModelError.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        config = huggingface_hub.hf_hub_download(repo, "config.json")
+        config_from_huggingface(_read_json(Path(config)), repo)
+        return Path(
+            huggingface_hub.snapshot_download(repo, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
+        )
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # hub errors share no base class, and offline ones come from several libraries
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFoundError(
+            f"cannot fetch {repo!r} from the Hugging Face hub: {reason}. Check the name and the network; a gated "
+            "model needs `hf auth login`; a downloaded one can be given as a directory"
+        ) from error

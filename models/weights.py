@@ -1,0 +1,179 @@
+"""From the tensors of a checkpoint to the parameter tree: one table of names, one error for all mismatches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from rich.progress import track
+
+from models.config import ModelConfig
+from models.params import Params, ParamSpec, map_specs, param_specs
+
+
+class WeightMismatchError(ValueError):
+    """A checkpoint does not fit its configuration; the message lists every mismatch."""
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint, in the layout of Hugging Face Llama (matrices [out, in])."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, read when it is needed."""
+        ...
+
+
+class _Entry(NamedTuple):
+    huggingface: str  # tensor name; "{layer}" stands for the layer's number
+    gguf: str
+    leaf: str  # key of the parameter, in the layer when the name has "{layer}"
+    part: str  # which part of the leaf: a key of `_parts`
+
+
+# A name template rather than a regular expression, because it can also be written out: a missing tensor has a name.
+_TABLE = (
+    _Entry("model.embed_tokens.weight", "token_embd.weight", "embed", "embed"),
+    _Entry("model.norm.weight", "output_norm.weight", "final_norm", "norm"),
+    _Entry("lm_head.weight", "output.weight", "lm_head", "lm_head"),
+    _Entry(
+        "model.layers.{layer}.input_layernorm.weight", "blk.{layer}.attn_norm.weight", "attn_norm", "norm"
+    ),
+    _Entry("model.layers.{layer}.self_attn.q_proj.weight", "blk.{layer}.attn_q.weight", "qkv", "q"),
+    _Entry("model.layers.{layer}.self_attn.k_proj.weight", "blk.{layer}.attn_k.weight", "qkv", "k"),
+    _Entry("model.layers.{layer}.self_attn.v_proj.weight", "blk.{layer}.attn_v.weight", "qkv", "v"),
+    _Entry("model.layers.{layer}.self_attn.o_proj.weight", "blk.{layer}.attn_output.weight", "attn_out", "o"),
+    _Entry(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "blk.{layer}.ffn_norm.weight",
+        "mlp_norm",
+        "norm",
+    ),
+    _Entry("model.layers.{layer}.mlp.gate_proj.weight", "blk.{layer}.ffn_gate.weight", "gate_up", "gate"),
+    _Entry("model.layers.{layer}.mlp.up_proj.weight", "blk.{layer}.ffn_up.weight", "gate_up", "up"),
+    _Entry("model.layers.{layer}.mlp.down_proj.weight", "blk.{layer}.ffn_down.weight", "down", "down"),
+)
+# Not weights: frequencies that follow from the configuration.
+_IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight)")
+
+
+class _Part(NamedTuple):
+    shape: tuple[int, ...]  # of the tensor in the checkpoint
+    place: Callable[
+        [np.ndarray, np.ndarray], None
+    ]  # (leaf, tensor): writes the tensor into its part of the leaf
+
+
+def _parts(config: ModelConfig) -> dict[str, _Part]:
+    V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
+    N, K, G = config.num_heads, config.num_kv_heads, config.group_size
+
+    def part(shape: tuple[int, ...], index: tuple, view: Callable[[np.ndarray], np.ndarray]) -> _Part:
+        def place(leaf: np.ndarray, tensor: np.ndarray) -> None:
+            leaf[index] = view(tensor)
+
+        return _Part(shape, place)
+
+    every = slice(None)
+    return {
+        "embed": part((V, E), (...,), lambda x: x),
+        "norm": part((E,), (...,), lambda x: x),
+        "lm_head": part((V, E), (...,), lambda x: x.T),
+        "q": part((N * D, E), (every, every, slice(0, G)), lambda x: x.T.reshape(E, K, G, D)),
+        "k": part((K * D, E), (every, every, G), lambda x: x.T.reshape(E, K, D)),
+        "v": part((K * D, E), (every, every, G + 1), lambda x: x.T.reshape(E, K, D)),
+        "o": part((E, N * D), (...,), lambda x: x.T.reshape(N, D, E)),
+        "gate": part((F, E), (every, 0), lambda x: x.T),
+        "up": part((F, E), (every, 1), lambda x: x.T),
+        "down": part((E, F), (...,), lambda x: x.T),
+    }
+
+
+def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None], list[tuple[str, str]]]:
+    """(leaf, layer) -> the (tensor name, part) that fill it."""
+    names: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
+    for entry in _TABLE:
+        if entry.leaf == "lm_head" and config.tie_embeddings:
+            continue
+        template = entry.gguf if style == "gguf" else entry.huggingface
+        layers: list[int | None] = list(range(config.num_layers)) if "{layer}" in template else [None]
+        for layer in layers:
+            name = template.format(layer=layer)
+            names.setdefault((entry.leaf, layer), []).append((name, entry.part))
+    return names
+
+
+def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None:
+    """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
+    parts = _parts(config)
+    wanted = {
+        name: parts[part].shape for items in _leaf_names(config, style).values() for name, part in items
+    }
+    found = source.shapes
+    problems = [
+        f"{name}: expected shape {shape}, found {tuple(found[name])}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != shape
+    ]
+    problems += [
+        f"{name}: missing (expected shape {shape})" for name, shape in wanted.items() if name not in found
+    ]
+    # A tied checkpoint may store the head a second time.
+    tied_head = {"lm_head.weight", "output.weight"} if config.tie_embeddings else set()
+    problems += [
+        f"{name}: unexpected (shape {tuple(shape)})"
+        for name, shape in found.items()
+        if name not in wanted and name not in tied_head and not _IGNORED.fullmatch(name)
+    ]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise WeightMismatchError(
+            f"the weights of {config.name} do not fit its configuration, {len(problems)} mismatches:\n  {lines}"
+        )
+
+
+def assemble_params(
+    source: TensorSource,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    style: str = "huggingface",
+    progress: bool = True,
+) -> Params:
+    """Reads a checkpoint into the parameter tree, one leaf at a time.
+
+    Args:
+      style: whose tensor names the source has, "huggingface" or "gguf".
+      dtype: dtype of all parameters.
+
+    Raises:
+      WeightMismatchError: before anything is read, when names or shapes do not fit.
+    """
+    check_weights(source, config, style)
+    parts = _parts(config)
+    names = _leaf_names(config, style)
+    specs = param_specs(config)
+    flat: dict[tuple[str, int | None], jax.Array] = {}
+    items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
+    for (leaf_name, layer), tensors in items:
+        spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
+        leaf = np.empty(spec.shape, dtype)
+        for name, part in tensors:
+            parts[part].place(leaf, source.read(name))
+        flat[leaf_name, layer] = jax.device_put(leaf)
+    layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
+    top = {key: flat[key, None] for key in specs if key != "layers"}
+    return {**top, "layers": layers}
+
+
+def zero_params(config: ModelConfig, dtype: DTypeLike) -> Params:
+    """A tree of zeros, to look at shapes without a checkpoint."""
+    return map_specs(lambda spec: np.zeros(spec.shape, dtype), param_specs(config))
