@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -104,7 +105,9 @@ def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress:
     return LoadedModel(config, params, tokenizer, config.name)
 
 
-def _load_gguf(fetch, identity: str, name: str, dtype: DTypeLike, progress: bool) -> LoadedModel:  # type: ignore[no-untyped-def]
+def _load_gguf(
+    fetch: Callable[[], Path], identity: str, name: str, dtype: DTypeLike, progress: bool
+) -> LoadedModel:
     entry = conversion_cache.entry_path(identity, name, dtype)
     cached = conversion_cache.load(entry, dtype)
     if cached is not None:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from rich.progress import track
 
 from models.config import ModelConfig
-from models.params import Params, ParamSpec, map_specs, param_specs
+from models.params import Params, ParamSpec, param_specs
 
 
 class WeightMismatchError(ValueError):
@@ -172,8 +172,3 @@ def assemble_params(
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
     top = {key: flat[key, None] for key in specs if key != "layers"}
     return {**top, "layers": layers}
-
-
-def zero_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """A tree of zeros, to look at shapes without a checkpoint."""
-    return map_specs(lambda spec: np.zeros(spec.shape, dtype), param_specs(config))

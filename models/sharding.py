@@ -1,0 +1,139 @@
+"""From logical axes to a mesh: only a rules object changes between one device and many.
+
+The axes of every parameter stand beside its shape in `models.params`; caches name theirs in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.config import ModelConfig
+from models.params import Params, ParamSpec, map_specs, param_specs
+
+LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRules:
+    """Which mesh axis shards a logical axis; an axis that is not listed is replicated. Hashable.
+
+    `AxisRules((("heads", "tensor"), ("mlp", "tensor")))`
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, **rules: str) -> AxisRules:
+        """`AxisRules.of(heads="tensor", mlp="tensor")`"""
+        return cls(tuple(sorted(rules.items())))
+
+    def mesh_axis(self, logical: str | None) -> str | None:
+        """The mesh axis of one logical axis, or None."""
+        return dict(self.rules).get(logical) if logical is not None else None
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The PartitionSpec of an array whose dimensions have these logical axes."""
+        mesh_axes = [self.mesh_axis(axis) for axis in axes]
+        used = [axis for axis in mesh_axes if axis is not None]
+        if len(used) != len(set(used)):
+            raise ValueError(f"axes {tuple(axes)} use one mesh axis twice: {tuple(mesh_axes)}")
+        return PartitionSpec(*mesh_axes)
+
+    def sharding(self, mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+        """The NamedSharding of an array whose dimensions have these logical axes."""
+        return NamedSharding(mesh, self.spec(axes))
+
+
+# Megatron's layout: heads and the MLP's hidden width are split, one all-reduce after each half of a layer.
+TENSOR_PARALLEL = AxisRules.of(heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor")
+REPLICATED = AxisRules()
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: AxisRules = TENSOR_PARALLEL) -> Params:
+    """The tree of NamedSharding for a model's parameters.
+
+    Raises ValueError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
+    """
+    specs = param_specs(config)
+    problems: dict[str, None] = {}  # ordered set: layers repeat
+    missing = {axis for _, axis in rules.rules} - set(mesh.axis_names)
+    problems |= {f"mesh axis {axis!r} not in mesh {mesh.axis_names}": None for axis in sorted(missing)}
+
+    def shard(spec: ParamSpec) -> NamedSharding | None:
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            mesh_axis = rules.mesh_axis(axis)
+            if mesh_axis is not None and mesh_axis not in missing and size % mesh.shape[mesh_axis]:
+                problems[f"{axis} = {size} is not a multiple of {mesh.shape[mesh_axis]} ({mesh_axis})"] = None
+        return None if missing else rules.sharding(mesh, spec.axes)
+
+    shardings = map_specs(shard, specs)
+    if problems:
+        raise ValueError(
+            f"{config.name} cannot be sharded so: {'; '.join(problems)}. Heads can be padded with `pad_heads`; "
+            "leave an axis out of the rules to replicate it"
+        )
+    return shardings
+
+
+def shard_params(
+    params: Params, mesh: Mesh, rules: AxisRules = TENSOR_PARALLEL, *, config: ModelConfig
+) -> Params:
+    """The parameters, placed on the mesh as the rules say."""
+    return jax.device_put(params, param_shardings(config, mesh, rules))
+
+
+def pad_heads(
+    params: Params, config: ModelConfig, num_heads: int, num_kv_heads: int
+) -> tuple[Params, ModelConfig]:
+    """Appends zero heads, so that a mesh divides them; the logits stay the same.
+
+    9 query heads over 3 KV heads become, for example, 24 over 8: query head n = k * G + g of KV head k keeps its KV
+    head and becomes head k * G' + g. A zero head adds nothing, because its rows of the output projection are zero.
+
+    Args:
+      params: in the structure of `param_specs(config)`.
+      num_heads: N' >= N, query heads afterwards; a multiple of `num_kv_heads`, and N' / K' >= N / K.
+      num_kv_heads: K' >= K, KV heads afterwards.
+
+    Returns:
+      (the padded parameters, their configuration)
+    """
+    padded = config.replace(num_heads=num_heads, num_kv_heads=num_kv_heads)  # checks N' % K'
+    K, G, D, E = config.num_kv_heads, config.group_size, config.head_dim, config.hidden_size
+    more_heads, more_queries = num_kv_heads - K, padded.group_size - G
+    if more_heads < 0 or more_queries < 0:
+        raise ValueError(
+            f"padding cannot remove heads: from {config.num_heads}/{K} (G {G}) to {num_heads}/{num_kv_heads} "
+            f"(G {padded.group_size})"
+        )
+
+    def pad_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+        queries, keys_values = layer["qkv"][:, :, :G], layer["qkv"][:, :, G:]
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, more_queries), (0, 0)))
+        qkv = jnp.concatenate([queries, keys_values], axis=2)
+        attn_out = layer["attn_out"].reshape(K, G, D, E)
+        attn_out = jnp.pad(attn_out, ((0, more_heads), (0, more_queries), (0, 0), (0, 0)))
+        return {
+            **layer,
+            "qkv": jnp.pad(qkv, ((0, 0), (0, more_heads), (0, 0), (0, 0))),
+            "attn_out": attn_out.reshape(num_heads, D, E),
+        }
+
+    return {**params, "layers": tuple(pad_layer(layer) for layer in params["layers"])}, padded
+
+
+def bytes_per_device(config: ModelConfig, mesh: Mesh, rules: AxisRules, itemsize: int) -> int:
+    """Bytes of parameters on each device of the mesh."""
+    sizes = map_specs(
+        lambda spec, sharding: math.prod(sharding.shard_shape(spec.shape)) * itemsize,
+        param_specs(config),
+        param_shardings(config, mesh, rules),
+    )
+    return sum(jax.tree.leaves(sizes))
