@@ -60,9 +60,9 @@ class PromptLogprob(NamedTuple):
 class TokenOutput:
     """One generated token of one choice, or the end of the choice, or both.
 
-    A choice ends with exactly one output whose `finish_reason` is set; it carries the last token too where there
-    is one. "stop" means that `token_id` is an EOS or stop token, which is counted but not shown. After
-    `abort(request_id, choice)` an output with "abort" may follow or not; the HTTP layer ignores what comes late.
+    A choice ends with exactly one output whose `finish_reason` is set; it carries the last token too where
+    there is one. "stop" means that `token_id` is an EOS or stop token, which is counted but not shown. After
+    `abort(request_id, choice)` an output with "abort" may follow or not; what comes late is ignored.
     """
 
     choice: int = 0

@@ -1,0 +1,247 @@
+"""The HTTP application: routes, API key, lifetime. `create_app` is all that a caller needs."""
+
+import contextlib
+import hmac
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.body import read_request
+from serve.chat import create_chat_completion
+from serve.completions import create_completion
+from serve.errors import APIError, install_error_handlers
+from serve.generation import Serving, TokenNames
+from serve.metrics import CONTENT_TYPE, Metrics
+from serve.prompts import chat_text, check_token_ids
+from serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizePromptRequest,
+)
+from serve.request import EngineProtocol
+from serve.text import TextTokenizer
+
+OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
+_PAGE = Path(__file__).parent / "page.html"
+
+
+def create_app(
+    engine: EngineProtocol,
+    tokenizer: TextTokenizer,
+    served_model_names: Sequence[str],
+    *,
+    api_keys: Sequence[str] = (),
+    max_choices: int = 128,
+    max_body_bytes: int = 8 * 2**20,
+    on_shutdown: Callable[[], None] | None = None,
+) -> FastAPI:
+    """The application for one engine.
+
+    Args:
+      engine: must be usable from any thread; it may still be warming up (`ready`).
+      tokenizer: of the served model.
+      served_model_names: names that requests may give; the first one is the default.
+      api_keys: where given, one of them must come as `Authorization: Bearer KEY`, except on OPEN_ROUTES.
+      max_choices: prompts times `n` of one request.
+      max_body_bytes: larger bodies get a 413.
+      on_shutdown: called once when the server stops, after the last response.
+    """
+    if not served_model_names:
+        raise ValueError("served_model_names is empty: give at least one name")
+    serving = Serving(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_names=tuple(served_model_names),
+        max_choices=max_choices,
+        max_body_bytes=max_body_bytes,
+        metrics=Metrics(engine, served_model_names[0]),
+        executor=ThreadPoolExecutor(4, "tokenize"),
+    )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        serving.executor.shutdown(wait=False, cancel_futures=True)
+        if on_shutdown is not None:
+            on_shutdown()
+
+    app = FastAPI(title="Tangram-JAX", version=_version(), lifespan=lifespan, redirect_slashes=False)
+    app.state.serving = serving
+    install_error_handlers(app)
+    _add_generation_routes(app, serving)
+    _add_tokenizer_routes(app, serving)
+    _add_info_routes(app, serving)
+    app.add_middleware(_Gate, serving=serving, api_keys=tuple(api_keys))
+    return app
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tangram-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.0.0+unknown"
+
+
+class _Gate:
+    """Checks the API key before a body is read, and counts responses. Plain ASGI, so that streams pass untouched."""
+
+    def __init__(self, app: ASGIApp, serving: Serving, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._metrics = serving.metrics
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self._metrics.count_response(route, message["status"])
+            await send(message)
+
+        if self._keys and scope["path"] not in OPEN_ROUTES and not self._allowed(scope):
+            error = APIError(
+                401,
+                "Wrong or missing API key: send the header 'Authorization: Bearer YOUR_KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response()(scope, receive, counting_send)
+            return
+        with contextlib.suppress(ClientDisconnect):  # nobody is left to answer
+            await self._app(scope, receive, counting_send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, token = given.partition(b" ")
+        # Compare with all keys, in constant time, so that timing says nothing about them.
+        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _body_schema(*models: type[BaseModel]) -> dict[str, Any]:
+    """For /docs: the bodies are read by hand (size limit, worker thread), so FastAPI does not know them."""
+    schemas = []
+    for model in models:
+        schema = model.model_json_schema()
+        definitions = schema.pop("$defs", {})
+        schemas.append(_inline(schema, definitions))
+    body = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with its references replaced by what they stand for (none is recursive)."""
+    if isinstance(schema, list):
+        return [_inline(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inline(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(value, definitions) for key, value in schema.items()}
+
+
+def _add_generation_routes(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_request(serving, request, ChatRequest.parse)
+        return await create_chat_completion(serving, request, body)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = await read_request(serving, request, CompletionRequest.parse)
+        return await create_completion(serving, request, body)
+
+
+def _parse_tokenize(body: Any) -> TokenizePromptRequest | TokenizeChatRequest:
+    if isinstance(body, dict) and body.get("messages") is not None:
+        return TokenizeChatRequest.parse(body)
+    return TokenizePromptRequest.parse(body)
+
+
+def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
+    tokenizer = serving.tokenizer
+
+    def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> dict[str, Any]:
+        text = body.prompt if isinstance(body, TokenizePromptRequest) else chat_text(tokenizer, body)
+        ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        names = TokenNames(tokenizer, as_ids=False)
+        return {
+            "count": len(ids),
+            "max_model_len": serving.engine.max_model_len,
+            "tokens": ids,
+            "token_strs": [names.text(i) for i in ids] if body.return_token_strs else None,
+        }
+
+    def detokenize_now(tokens: Any) -> dict[str, Any]:
+        if not isinstance(tokens, list):
+            raise APIError(400, "'tokens' must be a list of token ids.", param="tokens", code="invalid_value")
+        ids = check_token_ids(tokens, serving.engine.vocab_size, "tokens")
+        return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
+
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizePromptRequest, TokenizeChatRequest))
+    async def tokenize(request: Request) -> JSONResponse:
+        body = await read_request(serving, request, _parse_tokenize)
+        serving.check_model(body.model)
+        return JSONResponse(await serving.in_thread(tokenize_now, body))
+
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> JSONResponse:
+        body = await read_request(serving, request, DetokenizeRequest.parse)
+        serving.check_model(body.model)
+        return JSONResponse(await serving.in_thread(detokenize_now, body.tokens))
+
+
+def _add_info_routes(app: FastAPI, serving: Serving) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "tangram-jax",
+            "root": serving.model_names[0],
+            "parent": None,
+            "max_model_len": serving.engine.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card(name) for name in serving.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> JSONResponse:
+        return JSONResponse(card(serving.check_model(name)))
+
+    @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
+    async def health() -> JSONResponse:
+        serving.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": _version()})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(serving.metrics.expose(), media_type=CONTENT_TYPE)
+
+    if _PAGE.is_file():
+        page = _PAGE.read_text()
+
+        @app.get("/", include_in_schema=False)
+        async def chat_page() -> HTMLResponse:
+            return HTMLResponse(page)

@@ -1,0 +1,91 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.choice import Delta, TokenLogprob
+from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
+from serve.prompts import Prompt, chat_prompt, check_num_choices, sampling_params
+from serve.protocol import ChatRequest
+
+
+class ChatFormat:
+    """Chat completions as JSON."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest, names: TokenNames) -> None:
+        self._names = names
+        self._logprobs = request.logprobs
+        self._num_top = request.top_logprobs or 0
+        self._token_ids = request.return_token_ids
+
+    def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
+        return self._choice(index, delta, "message", {"role": "assistant", "content": delta.text})
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._choice(index, delta, "delta", {"content": delta.text} if delta.text else {})
+
+    def response_extras(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        return {"prompt_token_ids": prompts[0].ids} if self._token_ids else {}
+
+    def _choice(self, index: int, delta: Delta, key: str, message: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            key: message,
+            "logprobs": self._logprob_content(delta.logprobs) if self._logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _logprob_content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(entry.token_id, chosen_logprob(entry)),
+                    "top_logprobs": [
+                        self._token(token_id, finite_logprob(logprob))
+                        for token_id, logprob in entry.top[: self._num_top]
+                    ],
+                }
+                for entry in entries
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._names.text(token_id),
+            "logprob": logprob,
+            "bytes": list(self._names.raw(token_id)),
+        }
+
+
+async def create_chat_completion(serving: Serving, http_request: Request, request: ChatRequest) -> Response:
+    """Answer a conversation."""
+    timer = serving.metrics.request_timer()
+    model = serving.check_model(request.model)
+    serving.check_ready()
+    limit = serving.engine.max_model_len
+    check_num_choices(1, request.n, serving.max_choices)
+    prompt = await serving.in_thread(chat_prompt, serving.tokenizer, request, limit)
+    params = sampling_params(request, [prompt], limit, serving.engine.vocab_size, "messages")
+    form = ChatFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
+    return await respond(serving, http_request, request, model, [prompt], params, form, timer)

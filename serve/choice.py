@@ -1,0 +1,140 @@
+"""One choice of one generation: its tokens become text, stop strings are found, log-probabilities are kept in step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
+from serve.text import StopScanner, TextTokenizer
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of one token; `offset` is where its text starts in the text of the choice."""
+
+    token_id: int
+    offset: int
+    logprob: float | None  # None: the first token of a prompt
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new about a choice since it was last asked."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id
+
+
+class Choice:
+    """Feed with the engine's outputs; `take` gives what can be shown."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        sampling: SamplingParams,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        drop_generated: bool = False,
+    ) -> None:
+        self._sampling = sampling
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens)
+        self._scanner = StopScanner(stops, include_stop)
+        self._include_stop = include_stop
+        self._drop_generated = drop_generated
+        self._delta = Delta()
+        self._offset = 0  # characters that came out of the detokenizer, and the echo
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come; later outputs are ignored."""
+        return self.finish_reason is not None
+
+    def continue_text(self, prompt_ids: Sequence[int]) -> None:
+        """The generation continues this prompt in the middle of a text: a leading space is a part of it."""
+        self._detokenizer.add(prompt_ids[-1])
+
+    def echo(
+        self, text: str | None, prompt_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None] | None
+    ) -> None:
+        """Put the prompt in front. Its log-probabilities come with the first output of the engine."""
+        pieces = []
+        for i, token_id in enumerate(prompt_ids):
+            if logprobs is not None:
+                given = logprobs[i]
+                self._delta.logprobs.append(
+                    TokenLogprob(
+                        token_id,
+                        self._offset,
+                        None if given is None else given.logprob,
+                        [] if given is None else given.top_logprobs,
+                    )
+                )
+            pieces.append(self._detokenizer.add(token_id))
+            self._offset += len(pieces[-1])
+        self._delta.text += "".join(pieces) if text is None else text
+
+    def feed(self, output: TokenOutput) -> bool:
+        """Take one output of the engine; True when a stop string ended the choice before the engine did."""
+        if self.finished:
+            return False
+        if output.token_id is not None:
+            self._add_token(output.token_id, output)
+        if self._scanner.matched is not None:
+            self._finish("stop", self._scanner.matched)
+            return output.finish_reason is None
+        if output.finish_reason is not None:
+            self._add_text(self._detokenizer.flush())
+            stop_reason: str | int | None = self._scanner.matched
+            if stop_reason is not None:  # a stop string of replacement characters
+                self._finish("stop", stop_reason)
+                return False
+            self._delta.text += self._scanner.finish()
+            if output.finish_reason == "stop" and output.token_id in self._sampling.stop_token_ids:
+                stop_reason = output.token_id
+            self._finish(output.finish_reason, stop_reason)
+        return False
+
+    def _add_token(self, token_id: int, output: TokenOutput) -> None:
+        if self._drop_generated:
+            return
+        self.num_tokens += 1
+        self._delta.token_ids.append(token_id)
+        if self._sampling.logprobs is not None:
+            logprob = math.nan if output.logprob is None else output.logprob
+            top = output.top_logprobs or []
+            self._delta.logprobs.append(TokenLogprob(token_id, self._offset, logprob, top))
+        if output.finish_reason == "stop" and not self._include_stop:
+            return  # the token that ended the text is not a part of it
+        self._add_text(self._detokenizer.add(token_id))
+
+    def _add_text(self, text: str) -> None:
+        if self._drop_generated:
+            return
+        self._offset += len(text)
+        # The first `min_tokens` tokens cannot end the choice, not even as the beginning of a stop string.
+        self._delta.text += self._scanner.push(text, match=self.num_tokens > self._sampling.min_tokens)
+
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
+        if self._drop_generated:
+            reason, stop_reason = "length", None
+        self.finish_reason = self._delta.finish_reason = reason
+        self._delta.stop_reason = stop_reason
+
+    def take(self, *, everything: bool = False) -> Delta | None:
+        """What is new, or None when there is nothing to show yet.
+
+        Tokens and log-probabilities wait for the next text, so that a chunk never comes without text, except at the
+        end (or with `everything`).
+        """
+        if not (everything or self._delta.text or self._delta.finish_reason):
+            return None
+        delta, self._delta = self._delta, Delta()
+        return delta

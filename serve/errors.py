@@ -1,0 +1,80 @@
+"""Errors in the shape of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
+
+
+class APIError(Exception):
+    """An error that the client is told about, with its HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else _CODES.get(status)
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients parse."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The error as an HTTP response."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """A 400: the request can never work as written."""
+    return APIError(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> APIError:
+    """A 503: the same request may work a little later."""
+    return APIError(503, message, code="unavailable", headers={"Retry-After": "1"})
+
+
+def too_long(limit: int, prompt_tokens: int, param: str, *, at_least: bool = False) -> APIError:
+    """The prompt leaves no room for a generated token (`at_least`: counting was stopped early)."""
+    count = f"more than {prompt_tokens}" if at_least else str(prompt_tokens)
+    return bad_request(
+        f"This model's maximum context length is {limit} tokens, prompt and generation together. However, your "
+        f"{param} resulted in {count} tokens. Please reduce the length of the {param}.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of the app, foreseen or not, leaves in OpenAI's shape."""
+
+    @app.exception_handler(APIError)
+    async def on_api_error(_: Request, error: APIError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        where = f"{request.method} {request.url.path[:200]}"
+        known = {404: f"Unknown route: {where}", 405: f"Method not allowed: {where}"}
+        message = known.get(error.status_code, str(error.detail))
+        return APIError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, error: Exception) -> JSONResponse:
+        # Starlette raises the exception again after this response, so that the server logs its traceback.
+        return APIError(500, f"Internal server error ({type(error).__name__})").response()

@@ -1,0 +1,281 @@
+"""Runs one completion request, streaming or not; `serve.chat` and `serve.completions` say how it looks as JSON."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.choice import Choice, Delta, TokenLogprob
+from serve.errors import APIError, unavailable
+from serve.metrics import Metrics, RequestTimer
+from serve.prompts import Prompt
+from serve.protocol import CompletionRequest, SamplingRequest
+from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
+from serve.stream import DONE, EventStream, OutputHub, Submission, sse, unless_disconnected
+from serve.text import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What all handlers share."""
+
+    engine: EngineProtocol
+    tokenizer: TextTokenizer
+    model_names: tuple[str, ...]
+    max_choices: int
+    max_body_bytes: int
+    metrics: Metrics
+    executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
+    hub: OutputHub = field(default_factory=OutputHub)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the response; 404 for one that is not served here."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(f"'{known}'" for known in self.model_names)
+            raise APIError(
+                404,
+                f"The model '{name[:200]}' does not exist here. Served: {served}.",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def check_ready(self) -> None:
+        """503 while the engine warms up, or when it died."""
+        if not self.engine.ready:
+            raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
+
+    async def in_thread[**P, T](self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run slow host work beside the event loop, so that streams go on."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self.executor, lambda: function(*args, **kwargs)
+        )
+
+
+class Format(Protocol):
+    """How the choices of one kind of completion look as JSON."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
+        """A whole choice."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """A chunk that comes before the first text of a choice."""
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        """A part of a choice."""
+
+    def response_extras(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Further fields of a whole response."""
+
+
+class TokenNames:
+    """Texts of tokens in log-probabilities."""
+
+    def __init__(self, tokenizer: TextTokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """The token's text, or `token_id:N`; incomplete UTF-8 shows as U+FFFD."""
+        return f"token_id:{token_id}" if self._as_ids else self.raw(token_id).decode("utf-8", "replace")
+
+    def raw(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
+
+def finite_logprob(logprob: float) -> float:
+    """JSON has no infinity: -9999.0 stands for an impossible token, as in vLLM."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+def chosen_logprob(entry: TokenLogprob) -> float:
+    """Log-probability of a generated token."""
+    return -9999.0 if entry.logprob is None else finite_logprob(entry.logprob)
+
+
+class Generation:
+    """All choices of one HTTP request, from the engine's outputs to deltas."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: SamplingRequest,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        request_id: str,
+        timer: RequestTimer,
+    ) -> None:
+        completion = request if isinstance(request, CompletionRequest) else None
+        self._n = request.n
+        self._prompts = prompts
+        self._echo = completion is not None and completion.echo
+        self._timer = timer
+        self._cached = [0] * len(prompts)
+        self._started = [False] * len(prompts)
+        self.choices = [
+            Choice(
+                serving.tokenizer,
+                params[p],
+                stops=request.stop,
+                include_stop=request.include_stop_str_in_output,
+                skip_special_tokens=request.skip_special_tokens,
+                drop_generated=completion is not None and completion.max_tokens == 0,
+            )
+            for p in range(len(prompts))
+            for _ in range(request.n)
+        ]
+        if completion is not None and not self._echo:
+            for index, choice in enumerate(self.choices):
+                choice.continue_text(self.prompt_of(index).ids)
+        requests = [
+            GenerationRequest(
+                request_id=request_id if len(prompts) == 1 else f"{request_id}-{p}",
+                prompt_ids=prompt.ids,
+                sampling=params[p],
+                n=request.n,
+            )
+            for p, prompt in enumerate(prompts)
+        ]
+        self._submission = Submission(serving.engine, serving.hub, requests)
+
+    def submit(self) -> None:
+        """Hand the prompts to the engine; raises APIError."""
+        self._submission.submit()
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._submission.close()
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
+        return self._prompts[index // self._n]
+
+    async def next_update(self) -> list[int] | None:
+        """Wait for outputs; indices of the choices that got some. None when all choices are finished."""
+        if not self._submission.running:
+            self._timer.finished(sum(len(prompt.ids) for prompt in self._prompts))
+            return None
+        changed: dict[int, None] = {}
+        for now, p, output in await self._submission.take():
+            if not self._started[p]:
+                self._start(p, output)
+            index = p * self._n + output.choice
+            choice = self.choices[index]
+            if choice.finished:
+                continue
+            if output.token_id is not None:
+                self._timer.token(p, output.choice, now)
+            if choice.feed(output):
+                self._submission.stop(p, output.choice)
+            if choice.finish_reason is not None:
+                self._timer.choice_finished(choice.finish_reason, choice.num_tokens)
+            changed[index] = None
+        return list(changed)
+
+    def _start(self, p: int, output: TokenOutput) -> None:
+        """The first output of a prompt says what is known about the prompt."""
+        self._started[p] = True
+        self._cached[p] = output.cached_tokens
+        if self._echo:
+            for choice in self.choices[p * self._n : (p + 1) * self._n]:
+                choice.echo(self._prompts[p].text, self._prompts[p].ids, output.prompt_logprobs)
+
+    async def complete(self) -> list[Delta]:
+        """Every choice as one delta."""
+        while await self.next_update() is not None:
+            pass
+        return [choice.take(everything=True) or Delta() for choice in self.choices]
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, in OpenAI's shape; a prompt counts once, whatever its number of choices."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+
+async def respond(
+    serving: Serving,
+    http_request: Request,
+    request: SamplingRequest,
+    model: str,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    form: Format,
+    timer: RequestTimer,
+) -> Response:
+    """Generate and answer, as one JSON object or as server-sent events."""
+    request_id = f"{form.id_prefix}{uuid.uuid4().hex}"
+    generation = Generation(serving, request, prompts, params, request_id, timer)
+    head = {"id": request_id, "created": int(time.time()), "model": model}
+    headers = {"x-request-id": request_id}
+    generation.submit()
+    if request.stream:
+        events = _events(generation, request, form, head | {"object": form.chunk_object_name})
+        return EventStream(events, generation.close, headers)
+    try:
+        deltas = await unless_disconnected(http_request.receive, generation.complete())
+    finally:
+        generation.close()
+    body = head | {
+        "object": form.object_name,
+        "system_fingerprint": None,
+        "choices": [form.choice(i, delta, generation.prompt_of(i)) for i, delta in enumerate(deltas)],
+        "usage": generation.usage(),
+        **form.response_extras(prompts),
+    }
+    return Response(to_json(body), media_type="application/json", headers=headers)
+
+
+async def _events(
+    generation: Generation, request: SamplingRequest, form: Format, head: dict[str, Any]
+) -> AsyncGenerator[bytes]:
+    """The server-sent events of a streamed completion, the usage chunk and [DONE] included."""
+    options = request.stream_options
+    running_usage = options is not None and options.continuous_usage_stats
+    final_usage = options is not None and options.include_usage
+    opened: set[int] = set()
+
+    def event(choice: dict[str, Any]) -> bytes:
+        usage: dict[str, Any] = {}
+        if running_usage:
+            usage = {"usage": generation.usage()}
+        elif final_usage:
+            usage = {"usage": None}
+        return sse({**head, "choices": [choice], **usage})
+
+    try:
+        while (changed := await generation.next_update()) is not None:
+            for index in changed:
+                if index not in opened:
+                    opened.add(index)
+                    opening = form.opening(index)
+                    if opening is not None:
+                        yield event(opening)
+                delta = generation.choices[index].take()
+                if delta is not None:
+                    yield event(form.chunk(index, delta))
+        if final_usage:
+            yield sse({**head, "choices": [], "usage": generation.usage()})
+    except APIError as error:
+        # The status line is gone already: clients of OpenAI's API look for "error" in an event.
+        yield sse(error.body())
+    yield DONE

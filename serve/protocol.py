@@ -1,0 +1,340 @@
+"""Request bodies: the fields of OpenAI's API and of vLLM's extensions that this server knows.
+
+Every field is one of three kinds: declared on the model (it works), in `NO_EFFECT` (accepted, changes nothing), or in
+`UNSUPPORTED` (refused with a 400 that says so, unless it has the value that means "off"). Any other field is a 400
+that names it, because a misspelt `max_token` would otherwise be lost in silence.
+"""
+
+import difflib
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from serve.errors import APIError, bad_request
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
+MAX_STOP_LENGTH = 1024
+INT64 = 2**63
+
+# Sent by clients of OpenAI's platform; nothing about a generation depends on them here.
+_PLATFORM_FIELDS = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+    ]
+)
+_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(
+    ["parallel_tool_calls", "prediction", "reasoning_effort", "verbosity", "moderation"]
+)
+_MESSAGE_NO_EFFECT = frozenset(["annotations", "reasoning", "reasoning_content", "id"])
+
+# Field -> the values that mean "off" and are therefore fine.
+_EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    "priority": (0,),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "prompt_embeds": (),
+}
+_CHAT_OFF = _EXTENSIONS_OFF | {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "include_reasoning": (True, False),
+    "mm_processor_kwargs": ({},),
+}
+_COMPLETION_OFF = _EXTENSIONS_OFF | {"suffix": ("",)}
+_MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+    "refusal": (),
+}
+
+
+def _sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "") -> dict[str, Any]:
+    """The declared fields of a body that are not null; unknown and unsupported ones raise APIError."""
+    declared: dict[str, Any] = {}
+    for name, value in body.items():
+        param = f"{path}{name}"[:200]
+        if name in cls.model_fields:
+            if value is not None:
+                declared[name] = value
+        elif name in cls.UNSUPPORTED:
+            if value is not None and value not in cls.UNSUPPORTED[name]:
+                raise bad_request(
+                    f"'{param}' is not supported by this server: leave it out.",
+                    param,
+                    "unsupported_parameter",
+                )
+        elif name not in cls.NO_EFFECT:
+            close = difflib.get_close_matches(name[:64], cls.model_fields, n=1, cutoff=0.75)
+            hint = f" Did you mean '{path}{close[0]}'?" if close else ""
+            raise bad_request(f"Unknown field '{param}'.{hint}", param, "unknown_parameter")
+    return declared
+
+
+class RequestModel(BaseModel):
+    """Base of all bodies: JSON types as they are (no "5" for 5), nothing extra, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def parse(cls, body: object) -> Self:
+        """Validate a decoded JSON body; raises APIError (400) about the first fault."""
+        if not isinstance(body, dict):
+            raise bad_request("The request body must be a JSON object.")
+        try:
+            return cls.model_validate(_sort_fields(cls, body))
+        except ValidationError as error:
+            raise _first_fault(error) from None
+
+
+def _first_fault(error: ValidationError) -> APIError:
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in fault["loc"])[:200] or None
+    if fault["type"] == "missing":
+        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    message = fault["msg"].removeprefix("Value error, ")
+    return bad_request(
+        f"Invalid value for '{param}': {message}." if param else f"{message}.", param, "invalid_value"
+    )
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # OpenAI's padding against traffic analysis: no effect here
+
+
+class SamplingRequest(RequestModel):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=128)
+    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    stop: list[str] = Field(default_factory=list)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, ge=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=16)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_list(cls, stop: object) -> object:
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops[: MAX_STOPS + 1]):
+            raise PydanticCustomError("stop", "give a string or a list of strings")
+        if len(stops) > MAX_STOPS:
+            raise PydanticCustomError("stop", f"at most {MAX_STOPS} stop strings are possible")
+        if not all(0 < len(text) <= MAX_STOP_LENGTH for text in stops):
+            raise PydanticCustomError("stop", f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
+        return stops
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "'stream_options' is only allowed with 'stream': true"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise PydanticCustomError(
+                "truncate", "'truncate_prompt_tokens' must be positive, or -1 for the maximum"
+            )
+        return self
+
+
+class Message(RequestModel):
+    """One turn of a conversation; `content` is text once parsed."""
+
+    NO_EFFECT = _MESSAGE_NO_EFFECT
+    UNSUPPORTED = _MESSAGE_OFF
+
+    role: str
+    content: str
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, message: object) -> object:
+        if not isinstance(message, dict):
+            raise PydanticCustomError("message", "a message must be an object with 'role' and 'content'")
+        return _sort_fields(cls, message, "messages[].")
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, role: str) -> str:
+        if role in ("tool", "function"):
+            raise PydanticCustomError("role", "messages of tools are not supported by this server")
+        if role not in ("system", "developer", "user", "assistant"):
+            raise PydanticCustomError("role", "the role must be 'system', 'developer', 'user' or 'assistant'")
+        return "system" if role == "developer" else role
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_parts(cls, content: object) -> object:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(part, dict) or not isinstance(kind, str):
+                raise PydanticCustomError("part", 'a content part must be {"type": "text", "text": ...}')
+            if kind != "text":
+                raise PydanticCustomError("part", f"parts of type '{kind[:40]}' are not supported: text only")
+            if not isinstance(part.get("text"), str):
+                raise PydanticCustomError("part", "a text part needs a string 'text'")
+            texts.append(part["text"])
+        return "\n".join(texts)
+
+
+Messages = Annotated[list[Message], FailFast(), Field(min_length=1, max_length=16384)]
+
+
+class ChatFields(RequestModel):
+    """How a conversation becomes a prompt."""
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the chat template writes them itself
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> Self:
+        if self.continue_final_message:
+            if self.messages[-1].role != "assistant":
+                raise PydanticCustomError(
+                    "final", "'continue_final_message' needs a last message of the assistant"
+                )
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise PydanticCustomError(
+                    "final", "set 'add_generation_prompt' to false with 'continue_final_message'"
+                )
+            self.add_generation_prompt = False
+        return self
+
+
+class ChatRequest(SamplingRequest, ChatFields):
+    """Body of POST /v1/chat/completions."""
+
+    NO_EFFECT = _CHAT_NO_EFFECT
+    UNSUPPORTED = _CHAT_OFF
+
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("logprobs", "'top_logprobs' needs 'logprobs': true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """`max_completion_tokens`, or its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(SamplingRequest):
+    """Body of POST /v1/completions. `prompt` is checked by `serve.prompts`, which stops early on huge lists."""
+
+    NO_EFFECT = _PLATFORM_FIELDS
+    UNSUPPORTED = _COMPLETION_OFF
+
+    prompt: Any
+    max_tokens: int = Field(default=16, ge=0, lt=2**31)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=128)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.best_of is not None and self.best_of != self.n:
+            raise PydanticCustomError("best_of", "'best_of' is not supported: leave it out, or set it to 'n'")
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError(
+                "max_tokens", "'max_tokens' must be at least 1, except with 'echo': true"
+            )
+        return self
+
+
+class TokenizePromptRequest(RequestModel):
+    """Body of POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatFields):
+    """Body of POST /tokenize with a conversation."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    """Body of POST /detokenize. `tokens` is checked by `serve.prompts`."""
+
+    model: str | None = None
+    tokens: Any

@@ -1,0 +1,94 @@
+"""Text side of a generation: what the server needs of a tokenizer, and the search for stop strings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class TextDetokenizer(Protocol):
+    """Turns tokens into text as they come; holds back the bytes of an unfinished character."""
+
+    def add(self, token_id: int) -> str:
+        """The text that one more token completes (may be empty)."""
+
+    def flush(self) -> str:
+        """What is still held back, as U+FFFD."""
+
+
+class TextTokenizer(Protocol):
+    """The part of `models.tokenizer.Tokenizer` that the server calls; encoding runs on worker threads."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> str: ...
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> TextDetokenizer: ...
+
+
+class StopScanner:
+    """Finds the first stop string in text that comes in pieces, whatever the pieces.
+
+    The match that ends first wins; of several that end there, the longest. Text is held back only while it may still
+    be the beginning of a stop string. One Knuth-Morris-Pratt automaton a stop string: O(stops) work a character.
+
+    >>> scanner = StopScanner(["END"])
+    >>> scanner.push("one E"), scanner.push("N two EN"), scanner.push("D three"), scanner.matched
+    ('one ', 'EN two ', '', 'END')
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(sorted(set(stops), key=len, reverse=True))  # longest first: wins a tie
+        self._tables = tuple(_failure_table(stop) for stop in self._stops)
+        self._states = [0] * len(self._stops)  # characters of each stop matched by the end of the text
+        self._held = ""
+        self._include_stop = include_stop
+        self.matched: str | None = None
+
+    def push(self, text: str, *, match: bool = True) -> str:
+        """Take more text, return what may be shown now. `match=False`: text exempt from matching."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        if not match:
+            self._states = [0] * len(self._stops)
+            shown, self._held = self._held + text, ""
+            return shown
+        pending = self._held + text
+        for end in range(len(self._held), len(pending)):
+            for i, stop in enumerate(self._stops):
+                self._states[i] = _advance(stop, self._tables[i], self._states[i], pending[end])
+            for i, stop in enumerate(self._stops):
+                if self._states[i] == len(stop):
+                    self.matched, self._held = stop, ""
+                    return pending[: end + 1 if self._include_stop else end + 1 - len(stop)]
+        keep = len(pending) - max(self._states)
+        self._held = pending[keep:]
+        return pending[:keep]
+
+    def finish(self) -> str:
+        """The generation ended for another reason: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """`table[i]`: length of the longest proper border of `pattern[: i + 1]`."""
+    table = [0]
+    for char in pattern[1:]:
+        table.append(_advance(pattern, table, table[-1], char))
+    return table
+
+
+def _advance(pattern: str, table: list[int], state: int, char: str) -> int:
+    """Length of the longest prefix of `pattern` that ends with `char`, after one of length `state` < len."""
+    while state and pattern[state] != char:
+        state = table[state - 1]
+    return state + 1 if pattern[state] == char else 0

@@ -1,0 +1,156 @@
+"""A scripted engine on a thread of its own: what the HTTP layer sees of a real one, without a model."""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from serve.request import (
+    EngineStats,
+    EngineUnavailable,
+    GenerationRequest,
+    OutputCallback,
+    PromptLogprob,
+    RequestRejected,
+    TokenOutput,
+)
+
+
+@dataclass
+class Script:
+    """What a request gets: these tokens, one a step, then `finish`; with `cycle` over and over to `max_tokens`."""
+
+    tokens: Sequence[int]
+    finish: str = "length"  # after the last token; "none": hangs until aborted
+    cycle: bool = False
+    delay: float = 0.0  # seconds before each token
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class FakeEngine:
+    """Answers every request with `script`; `scripts` maps the first choices to scripts of their own."""
+
+    def __init__(self, script: Script, max_model_len: int = 512, vocab_size: int = 264) -> None:
+        self.script = script
+        self.scripts: dict[int, Script] = {}
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.ready = True
+        self.reject: Exception | None = None
+        self.requests: list[GenerationRequest] = []
+        self.aborted: list[tuple[str, int | None]] = []
+        self.generated = 0
+        self._queue: queue.Queue[tuple[GenerationRequest, OutputCallback] | None] = queue.Queue()
+        self._live: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fake-engine")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=10)
+
+    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+        if isinstance(self.reject, (RequestRejected, EngineUnavailable)):
+            raise self.reject
+        self.requests.append(request)
+        with self._lock:
+            self._live |= {(request.request_id, c) for c in range(request.n)}
+        self._queue.put((request, on_output))
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        with self._lock:
+            self.aborted.append((request_id, choice))
+            self._live = {
+                key for key in self._live if key[0] != request_id or (choice is not None and key[1] != choice)
+            }
+
+    @property
+    def live(self) -> int:
+        """Choices that still generate."""
+        with self._lock:
+            return len(self._live)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            requests_running=self.live,
+            pages_used=3,
+            pages_total=12,
+            generation_tokens_total=self.generated,
+            prefix_hit_tokens_total=7,
+            retention_reached=0.5,
+            extra={"fake_gauge": 2.0},
+        )
+
+    def _run(self) -> None:
+        """Every step gives one token to every running choice."""
+        running: list[_Choice] = []
+        while True:
+            try:
+                item = self._queue.get(block=not running, timeout=None)
+                if item is None:
+                    return
+                request, on_output = item
+                running += [
+                    _Choice(request, c, self.scripts.get(c, self.script), on_output)
+                    for c in range(request.n)
+                ]
+                continue  # let requests that came together start together
+            except queue.Empty:
+                pass
+            time.sleep(max((choice.script.delay for choice in running), default=0.0))
+            running = [choice for choice in running if self._step(choice)]
+
+    def _step(self, choice: "_Choice") -> bool:
+        key = (choice.request.request_id, choice.index)
+        with self._lock:
+            if key not in self._live:
+                return False
+        output = choice.next_output()
+        if output is None:
+            time.sleep(0.001)
+            return True
+        self.generated += output.token_id is not None
+        choice.on_output(output)
+        if output.finish_reason is not None:
+            with self._lock:
+                self._live.discard(key)
+            return False
+        return True
+
+
+class _Choice:
+    def __init__(
+        self, request: GenerationRequest, index: int, script: Script, on_output: OutputCallback
+    ) -> None:
+        self.request, self.index, self.script, self.on_output = request, index, script, on_output
+        self.position = 0
+
+    def next_output(self) -> TokenOutput | None:
+        script, sampling = self.script, self.request.sampling
+        if self.position == 0 and script.error is not None:
+            return TokenOutput(choice=self.index, finish_reason="error", error=script.error)
+        if self.position >= len(script.tokens) and not script.cycle:
+            return None if script.finish == "none" else TokenOutput(choice=self.index, finish_reason="length")
+        token = script.tokens[self.position % len(script.tokens)]
+        self.position += 1
+        output = TokenOutput(choice=self.index, token_id=token)
+        if sampling.logprobs is not None:
+            output.logprob = -0.5
+            output.top_logprobs = [(token + i, -0.5 - i) for i in range(sampling.logprobs)]
+        if self.position == 1:
+            output.cached_tokens = script.cached_tokens
+            if self.index == 0 and sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = self._prompt_logprobs(sampling.prompt_logprobs)
+        last = self.position == len(script.tokens) and not script.cycle
+        if last and script.finish in ("stop", "length", "abort"):
+            output = replace(output, finish_reason=script.finish)
+        if self.position == sampling.max_tokens and output.finish_reason is None:
+            output = replace(output, finish_reason="length")
+        return output
+
+    def _prompt_logprobs(self, num_top: int) -> list[PromptLogprob | None]:
+        rest = self.request.prompt_ids[1:]
+        return [None, *(PromptLogprob(-1.0, [(i, -1.0)][:num_top]) for i in rest)]
