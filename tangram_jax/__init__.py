@@ -1,6 +1,6 @@
-"""Tangram-JAX: a KV cache with a calibrated budget for every attention head, as pure functions over pytrees."""
+"""Tangram-JAX: a KV cache with a calibrated budget for every attention head, as pure functions."""
 
-from tangram_jax.cache import Cache, fork, init_cache, release, reserve, rollback
+from tangram_jax.cache import Cache, fork, init_cache, release, reserve, rollback, trim
 from tangram_jax.plan import CachePlan, split_map
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
@@ -22,4 +22,5 @@ __all__ = [
     "rollback",
     "split_map",
     "step",
+    "trim",
 ]

@@ -139,22 +139,31 @@ def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
     return cache.replace(owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
 
 
+def _columns(plan: CachePlan, cache: Cache, tokens: jax.Array, tail: jax.Array) -> jax.Array:
+    """bool[R]: the columns that plan.group_pages(tokens, tail) pages of each group fill."""
+    needed = jnp.minimum(plan.group_pages(tokens, tail), np.asarray(cache.layout.capacity, np.int32))
+    return cache.layout.index < needed[cache.layout.group]
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
-    """Make `row` own exactly plan.pages(tokens, tail) pages: missing ones are taken, pages beyond are given back.
+    """Make `row` own at least plan.group_pages(tokens, tail) pages of each group; what it owns already stays.
 
-    The pages that stay keep their contents. The caller has counted: plan.pages(tokens, tail) less what the row owns
-    must be free, or nothing is taken. A row's capacity bounds each group.
+    The caller has counted: the missing pages must be free, or none is taken. A row's capacity bounds each group.
     """
-    layout = cache.layout
-    needed = jnp.minimum(plan.group_pages(tokens, tail), np.asarray(layout.capacity, np.int32))
-    wanted = layout.index < needed[layout.group]
+    wanted = _columns(plan, cache, tokens, tail)
     pages = cache.table[row]
-    held = pages != NO_PAGE
-    cache = _return_pages(cache, pages, held & ~wanted)
-    cache, fresh = _take_pages(cache, wanted & ~held)
-    pages = jnp.where(wanted, jnp.where(held, pages, fresh), NO_PAGE)
-    return cache.replace(table=cache.table.at[row].set(pages))
+    cache, fresh = _take_pages(cache, wanted & (pages == NO_PAGE))
+    return cache.replace(table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
+    """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group."""
+    pages = cache.table[row]
+    given = (pages != NO_PAGE) & ~_columns(plan, cache, tokens, tail)
+    cache = _return_pages(cache, pages, given)
+    return cache.replace(table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

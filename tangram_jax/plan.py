@@ -168,9 +168,9 @@ class CachePlan:
 def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:
     """CTAs for each head group of each layer, fixed ahead of time (paper, Algorithm 1).
 
-    `budgets` f32[L, K] (or [K]), heads as given, in groups of `heads_per_page`; returns int32[L, K // Hp] (or [K // Hp]).
-    Each layer's `num_ctas` are dealt in proportion to the groups' summed budgets, rounded to the nearest, at least one
-    each; a layer whose budgets are all zero gets ones.
+    `budgets` f32[L, K] (or [K]), heads as given, in groups of `heads_per_page`; returns int32[L, K // Hp] (or
+    [K // Hp]). Each layer's `num_ctas` are dealt in proportion to the groups' summed budgets, rounded to the nearest, at
+    least one each; a layer whose budgets are all zero gets ones.
     """
     b = np.asarray(budgets, np.float64)
     if b.ndim not in (1, 2) or b.shape[-1] % heads_per_page:

@@ -4,12 +4,12 @@ Both are one function, `step`, over flat tokens: a chunk of one request and one 
 the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from models.config import ModelConfig
 from models.rope import rope_frequencies
@@ -18,7 +18,7 @@ from tangram_jax.attention import LayerPages, chunk_attention, decode_attention
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.compress import Candidates, candidates, keep, read_tail
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import Scorer, ScoreInputs
+from tangram_jax.scorers import ScoreInputs, Scorer
 
 
 class Chunk(NamedTuple):
@@ -87,6 +87,8 @@ def step(
 
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
     keys, values = (jnp.stack([pair[i] for pair in kept]) for i in (0, 1))  # [L, T + B, K, D]
+    # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
+    keys, values, logits = lax.optimization_barrier((keys, values, logits))
     if chunk:
         assert shared is not None
         with jax.named_scope("keep"):
@@ -112,8 +114,8 @@ def prefill_chunk(
 ) -> tuple[jax.Array, Cache]:
     """Run the next `count` of `tokens` i32[T] of `row` and compress the row to plan.lengths of its new token count.
 
-    Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static and
-    the cache donated. Reserve pages for the row's new token count first.
+    Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
+    and the cache donated. Reserve pages for the row's new token count first.
     """
     chunk = Chunk(jnp.asarray(row), tokens, jnp.asarray(count))
     logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
@@ -236,12 +238,11 @@ def _append(
     number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
     there = inside & (number != NO_PAGE) & (decode.rows < cache.num_rows)[:, None]
     kv = jnp.stack([_by_group(plan, x.swapaxes(1, 2)) for x in (keys, values)])  # [2, M, Hp, B, D]
-    return cache.replace(
-        pool=cache.pool.at[jnp.where(there, number, cache.num_pages), :, :, lengths % size].set(
-            kv.transpose(3, 1, 0, 2, 4).astype(cache.pool.dtype), mode="drop"
-        ),
-        tail=cache.tail.at[decode.rows].add(1, mode="drop"),
+    # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
+    at = jnp.where(there, number, cache.num_pages).T[None, :, None]  # [1, M, 1, B]
+    which, column = np.ogrid[:2, : plan.heads_per_page]
+    slot = (lengths % size).T[None, :, None]
+    pool = cache.pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
+        kv.astype(cache.pool.dtype), mode="drop"
     )
-
-
-StepFunction = Callable[..., tuple[jax.Array, Cache]]
+    return cache.replace(pool=pool, tail=cache.tail.at[decode.rows].add(1, mode="drop"))
