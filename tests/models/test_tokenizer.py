@@ -1,0 +1,130 @@
+"""Encoding, decoding, chat templates, and streaming text that never shows half a character."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from models.testing import TINY_VOCAB_SIZE, tiny_config, tiny_tokenizer
+from models.tokenizer import ChatTemplateError, Tokenizer
+
+TOKENIZER = tiny_tokenizer()
+FLAG = "👩‍🚀🇩🇪é漢"
+# Surrogates cannot be encoded in UTF-8, so no tokenizer accepts them.
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+any_ids = st.lists(st.integers(0, TINY_VOCAB_SIZE - 1), max_size=40)
+
+
+@given(any_text)
+def test_round_trip(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+
+
+def test_tiny_tokenizer_fits_the_tiny_model():
+    assert TOKENIZER.vocab_size == tiny_config().vocab_size == TINY_VOCAB_SIZE == 264
+    assert TOKENIZER.eos_token_ids == tiny_config().eos_token_ids
+    assert TOKENIZER.bos_token_id == tiny_config().bos_token_id
+    assert TOKENIZER.encode("A<|im_end|>") == [ord("A") + 8, 2]
+
+
+@given(any_ids)
+def test_streaming_equals_decoding_at_once(ids):
+    for skip in (True, False):
+        detokenizer = TOKENIZER.detokenizer(skip_special_tokens=skip)
+        streamed = "".join([detokenizer.add(i) for i in ids]) + detokenizer.flush()
+        expected = TOKENIZER._backend.decode(ids, skip_special_tokens=skip)
+        assert streamed == TOKENIZER.decode(ids, skip_special_tokens=skip) == expected
+
+
+@given(any_text)
+def test_streaming_valid_text_never_shows_a_replacement_character(text):
+    detokenizer = TOKENIZER.detokenizer(skip_special_tokens=False)
+    shown = ""
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        shown += detokenizer.add(token)
+        assert text.startswith(shown)
+    assert shown == text
+    assert detokenizer.flush() == ""
+
+
+def test_streaming_holds_back_incomplete_characters():
+    detokenizer = TOKENIZER.detokenizer()
+    pieces = [detokenizer.add(i) for i in TOKENIZER.encode("é🙂", add_special_tokens=False)]
+    assert pieces == ["", "é", "", "", "", "🙂"]
+    assert detokenizer.add(0xF0 + 8) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_an_invalid_byte_is_replaced_as_soon_as_it_is_known_to_be_invalid():
+    detokenizer = TOKENIZER.detokenizer()
+    assert detokenizer.add(0xC3 + 8) == ""
+    assert detokenizer.add(ord("a") + 8) == "\ufffda"
+
+
+def test_token_bytes_and_text():
+    assert TOKENIZER.token_bytes(0xC3 + 8) == b"\xc3"
+    assert TOKENIZER.token_text(0xC3 + 8) == "\ufffd"
+    assert TOKENIZER.token_text(2) == "<|im_end|>"
+    assert TOKENIZER.token_bytes(TINY_VOCAB_SIZE) == TOKENIZER.token_bytes(-1) == b""
+
+
+def test_chat_template():
+    messages = [{"role": "user", "content": FLAG}]
+    text = f"<|im_start|>user\n{FLAG}<|im_end|>\n"
+    assert TOKENIZER.render_chat(messages, add_generation_prompt=False) == text
+    ids = TOKENIZER.apply_chat_template(messages)
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text + "<|im_start|>assistant\n"
+    assert ids[0] == 1
+
+
+def test_chat_template_errors():
+    tokenizer = tiny_tokenizer()
+    tokenizer._fast.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    tokenizer._fast.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ChatTemplateError, match="unsafe"):  # the template is untrusted input
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    tokenizer._fast.chat_template = None
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """The structure of Llama 2's: a marker for spaces, bytes as tokens of their own."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a"]
+    backend = Backend(
+        models.BPE(
+            vocab={p: i for i, p in enumerate(pieces)},
+            merges=[("▁", "a")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>"))
+
+
+def test_sentencepiece_with_byte_fallback():
+    tokenizer = sentencepiece_tokenizer()
+    text = "a b  ab 🙂é"
+    ids = tokenizer.encode(text)
+    detokenizer = tokenizer.detokenizer()
+    assert "".join([detokenizer.add(i) for i in ids]) == text
+    assert tokenizer._backend.decode(ids) == text
+    assert tokenizer.eos_token_ids == (2,)
+
+
+def test_unknown_decoder_is_refused():
+    backend = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="byte-level BPE"):
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"))
