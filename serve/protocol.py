@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -24,6 +25,7 @@ from serve.errors import APIError, bad_request
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
+MAX_MESSAGES = 4096
 INT64 = 2**63
 
 # Sent by clients of OpenAI's platform; nothing about a generation depends on them here.
@@ -243,7 +245,14 @@ class Message(RequestModel):
         return "\n".join(texts)
 
 
-Messages = Annotated[list[Message], FailFast(), Field(min_length=1, max_length=16384)]
+def _few_enough(messages: object) -> object:
+    # Before the items are looked at: validating a million of them would hold up every stream.
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise PydanticCustomError("messages", f"at most {MAX_MESSAGES} messages are possible")
+    return messages
+
+
+Messages = Annotated[list[Message], FailFast(), Field(min_length=1), BeforeValidator(_few_enough)]
 
 
 class ChatFields(RequestModel):

@@ -94,8 +94,7 @@ class FakeEngine:
                     return
                 request, on_output = item
                 running += [
-                    _Choice(request, c, self.scripts.get(c, self.script), on_output)
-                    for c in range(request.n)
+                    _Choice(request, c, self.scripts.get(c, self.script), on_output) for c in range(request.n)
                 ]
                 continue  # let requests that came together start together
             except queue.Empty:

@@ -1,0 +1,214 @@
+"""The server around the completions: models, tokens, health, metrics, API key, disconnects, shutdown."""
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from serve.request import EngineUnavailable, RequestRejected
+from tests.serve.http_server import TOKENIZER, ids, serving, wait_until
+
+HELLO = [{"role": "user", "content": "Hi"}]
+CHAT = {"messages": HELLO}
+
+
+def metric(served, name: str, **labels: str) -> float | None:
+    """A sample of /metrics, or None."""
+    for line in served.http.get("/metrics").text.splitlines():
+        key, _, value = line.rpartition(" ")
+        base, _, rest = key.partition("{")
+        if base == name and all(f'{label}="{given}"' in rest for label, given in labels.items()):
+            return float(value)
+    return None
+
+
+def test_models(served):
+    models = served.openai.models.list().data
+    assert [model.id for model in models] == ["tiny", "org/tiny-alias"]
+    model = served.openai.models.retrieve("org/tiny-alias")
+    assert (model.object, model.owned_by, model.max_model_len) == ("model", "tangram-jax", 512)
+
+
+def test_model_name_of_the_answer(served):
+    for name, expected in ((None, "tiny"), ("org/tiny-alias", "org/tiny-alias")):
+        body = CHAT | ({"model": name} if name else {})
+        assert served.post("/v1/chat/completions", body).json()["model"] == expected
+
+
+def test_tokenize_and_back(served):
+    answer = served.post("/tokenize", {"prompt": "né", "model": "tiny", "return_token_strs": True}).json()
+    assert answer == {
+        "count": 3,
+        "max_model_len": 512,
+        "tokens": ids("né"),
+        "token_strs": ["n", "\ufffd", "\ufffd"],
+    }
+    assert served.post("/detokenize", {"tokens": ids("né")}).json() == {"prompt": "né"}
+    answer = served.post("/tokenize", {"messages": HELLO}).json()
+    assert (answer["tokens"], answer["token_strs"]) == (TOKENIZER.apply_chat_template(HELLO), None)
+    plain = served.post("/tokenize", {"messages": HELLO, "add_generation_prompt": False}).json()
+    assert plain["tokens"] == TOKENIZER.apply_chat_template(HELLO, add_generation_prompt=False)
+    text = served.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
+    assert text.startswith("<|im_start|>user\nHi<|im_end|>")
+    assert served.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+
+
+def test_health_and_version(served):
+    for path in ("/health", "/ping"):
+        assert served.http.get(path).json() == {"status": "ok"}
+    assert served.http.get("/version").json().keys() == {"version"}
+    served.engine.ready = False
+    for response in (served.http.get("/health"), served.post("/v1/chat/completions", CHAT)):
+        assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
+        assert response.headers["retry-after"] == "1"
+
+
+def test_page_and_documentation(served):
+    schema = served.http.get("/openapi.json").json()
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "max_tokens", "echo", "min_p"} <= body["properties"].keys()
+    assert "$ref" not in json.dumps(schema["paths"]["/v1/chat/completions"]["post"]["requestBody"])
+
+
+def test_engine_refusals(served):
+    served.engine.reject = RequestRejected("needs 40 pages, the pool has 12")
+    with pytest.raises(openai.BadRequestError, match="needs 40 pages"):
+        served.openai.completions.create(model="tiny", prompt="x")
+    served.engine.reject = EngineUnavailable("the queue is full")
+    with pytest.raises(openai.InternalServerError, match="the queue is full") as caught:
+        served.openai.completions.create(model="tiny", prompt="x", stream=True)
+    assert caught.value.status_code == 503
+
+
+def test_refusal_of_one_prompt_aborts_the_others(served, monkeypatch):
+    served.script("x", cycle=True)
+    original = served.engine.submit
+
+    def submit(request, on_output):
+        if request.prompt_ids == ids("b"):
+            raise RequestRejected("no b")
+        original(request, on_output)
+
+    monkeypatch.setattr(served.engine, "submit", submit)
+    response = served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 400})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "no b")
+    assert served.engine.aborted == [(served.engine.requests[0].request_id, None)]
+
+
+def test_a_bug_is_a_500_in_the_same_shape(served, monkeypatch, caplog):
+    def submit(request, on_output):
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(served.engine, "submit", submit)
+    response = served.post("/v1/chat/completions", CHAT)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(served, stream):
+    served.script("x", finish="none")
+    body = {"messages": HELLO, "stream": stream, "n": 2}
+    with httpx.Client(base_url=served.url, trust_env=False) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                next(response.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body, timeout=0.2)
+    wait_until(lambda: served.engine.live == 0)
+    assert served.engine.aborted == [(served.engine.requests[0].request_id, None)]
+
+
+def test_disconnect_before_the_first_token_of_a_stream(served):
+    served.script("", finish="none")
+    with httpx.Client(base_url=served.url, trust_env=False) as client:
+        with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+            assert response.status_code == 200
+            wait_until(lambda: served.engine.live == 1)
+        wait_until(lambda: served.engine.live == 0)
+
+
+def test_metrics(served):
+    def samples():
+        return [
+            metric(served, "tangram:time_to_first_token_seconds_count") or 0,
+            metric(served, "tangram:inter_token_latency_seconds_count") or 0,
+            metric(served, "tangram:e2e_request_latency_seconds_count") or 0,
+            metric(served, "tangram:request_success_total", finished_reason="length") or 0,
+            metric(served, "tangram:request_success_total", finished_reason="stop") or 0,
+            metric(served, "tangram:http_responses_total", route="/v1/completions", status="200") or 0,
+            metric(served, "tangram:http_responses_total", route="/v1/completions", status="400") or 0,
+        ]
+
+    before = samples()
+    served.post("/v1/completions", {"prompt": "a", "n": 2}).raise_for_status()
+    served.post("/v1/completions", {"prompt": "a", "stop": "e"}).raise_for_status()
+    served.post("/v1/completions", {})
+    # Tokens: 5 + 5, then "h", "e".
+    assert [b - a for a, b in zip(before, samples(), strict=True)] == [3, 4 + 4 + 1, 2, 2, 1, 2, 1]
+    assert metric(served, "tangram:kv_pages_used", model_name="tiny") == 3
+    assert metric(served, "tangram:kv_pages_total") == 12
+    assert metric(served, "tangram:kv_cache_usage_perc") == 0.25
+    assert metric(served, "tangram:prefix_cache_hits_total") == 7
+    assert metric(served, "tangram:generation_tokens_total") == served.engine.generated
+    assert metric(served, "tangram:compilations_after_warmup") == 0
+    assert metric(served, "tangram:retention_reached") == 0.5
+    assert metric(served, "tangram:retention_target") is None
+    assert metric(served, "tangram:fake_gauge") == 2
+    assert metric(served, "tangram:engine_ready") == 1
+    served.http.get("/" + "y" * 50)
+    assert metric(served, "tangram:http_responses_total", route="other", status="404") >= 1
+    assert "y" * 50 not in served.http.get("/metrics").text
+
+
+def test_many_streams_at_once(served):
+    """Outputs of 16 requests cross from the engine's thread without mixing or loss."""
+    served.script([*ids("the quick brown fox "), *ids("é☕🙂")], cycle=True)
+    results: dict[int, str] = {}
+
+    def read(i: int) -> None:
+        stream = served.openai.completions.create(model="tiny", prompt="p", max_tokens=300 + i, stream=True)
+        results[i] = "".join(chunk.choices[0].text for chunk in stream)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    data = "the quick brown fox é☕🙂".encode() * 20
+    assert results == {i: data[: 300 + i].decode("utf-8", "replace") for i in range(16)}
+
+
+def test_api_key():
+    with serving(api_keys=("sesame", "clé")) as served:
+        assert served.openai.models.list().data[0].id == "tiny"  # sends the key
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+            for path in ("/v1/models", "/v1/chat/completions", "/tokenize", "/nothing", "/docs"):
+                response = served.http.get(path, headers=headers)
+                assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+                assert response.json()["error"]["code"] == "invalid_api_key"
+        second = {"Authorization": "bearer clé".encode()}
+        assert served.http.get("/v1/models", headers=second).status_code == 200
+        for path in ("/health", "/version", "/metrics", "/ping"):
+            assert served.http.get(path).status_code == 200
+
+
+def test_shutdown_ends_streams_and_calls_back():
+    stopped = []
+    with serving(on_shutdown=lambda: stopped.append(engine.live)) as served:
+        engine = served.engine
+        served.script("x", finish="none")
+        client = httpx.Client(base_url=served.url, trust_env=False, timeout=20)
+        request = client.build_request("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
+        response = client.send(request, stream=True)
+        next(response.iter_bytes())
+        start = time.monotonic()
+    # The stream hangs; after the timeout of 1 s it is cut and its request aborted, before the callback.
+    assert time.monotonic() - start < 5
+    assert stopped == [0]
+    response.close()
+    client.close()
