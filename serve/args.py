@@ -1,0 +1,269 @@
+"""The command line of `python -m serve`: vLLM's names where it has them, checked once, with errors that help."""
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+CLUSTERS = ("layer", "model", "adjacent")
+SCORERS = ("snapkv", "expected_attention", "keydiff", "streaming_llm")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+API_KEY_VARIABLE = "TANGRAM_API_KEY"
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a configuration, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything that `python -m serve` can be told. None means: chosen from the model or the machine."""
+
+    model: str = DEFAULT_MODEL
+    served_model_names: tuple[str, ...] = ()  # empty: the model's own name
+    dtype: str = "auto"
+    max_model_len: int | None = None  # tokens; None: the model's
+    seed: int = 0
+
+    max_num_seqs: int = 16  # requests (choices) that run at once
+    max_num_batched_tokens: int = 512  # tokens of one engine step
+    page_size: int = 16  # entries of a page
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True
+    max_stored_sessions: int = 64
+
+    profile: str | None = None  # a .npz file; None: the one shipped for the model, otherwise uniform budgets
+    retention: float | None = None  # None: as calibrated
+    heads_per_page: int | None = None
+    cluster: str = "layer"
+    scorer: str = "snapkv"
+    tail_limit: int | None = None  # generated tokens that may stay whole
+    min_entries: int | None = None  # entries that every group keeps at least
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_choices: int = 128
+    max_body_bytes: int = 8 * 2**20
+    shutdown_timeout: int = 15  # seconds
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Check every value; raises ConfigError with all faults at once."""
+        faults = [*self._range_faults(), *self._choice_faults(), *self._joint_faults()]
+        if faults:
+            raise ConfigError("\n".join(faults))
+
+    def _range_faults(self) -> list[str]:
+        ranges: tuple[tuple[str, float | None, float, float], ...] = (
+            ("--max-model-len", self.max_model_len, 2, 2**24),
+            ("--seed", self.seed, -(2**63), 2**63 - 1),
+            ("--max-num-seqs", self.max_num_seqs, 1, 65536),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 2**20),
+            ("--num-pages", self.num_pages, 1, 2**31 - 1),
+            ("--kv-cache-memory", self.kv_cache_bytes, 1, 2**50),
+            ("--max-stored-sessions", self.max_stored_sessions, 0, 2**20),
+            ("--heads-per-page", self.heads_per_page, 1, 1024),
+            ("--tail-limit", self.tail_limit, 1, 2**24),
+            ("--min-entries", self.min_entries, 0, 2**24),
+            ("--port", self.port, 0, 65535),
+            ("--max-choices", self.max_choices, 1, 65536),
+            ("--max-body-bytes", self.max_body_bytes, 1024, 2**31 - 1),
+            ("--shutdown-timeout", self.shutdown_timeout, 0, 86400),
+        )
+        faults = [
+            f"{flag} is {value}: write a number from {low} to {high}"
+            for flag, value, low, high in ranges
+            if value is not None and not low <= value <= high
+        ]
+        if self.page_size not in (4, 8, 16, 32, 64, 128, 256):
+            faults.append(f"--block-size is {self.page_size}: write a power of two from 4 to 256, e.g. 16")
+        for flag, fraction in (
+            ("--retention", self.retention),
+            ("--gpu-memory-utilization", self.gpu_memory_utilization),
+        ):
+            # The comparison is false for NaN too.
+            if fraction is not None and not 0.0 < fraction <= 1.0:
+                hint = f", e.g. {fraction / 100:g} for {fraction:g}%" if 1 < fraction <= 100 else ""
+                faults.append(f"{flag} is {fraction:g}: write a fraction above 0 and at most 1{hint}")
+        return faults
+
+    def _choice_faults(self) -> list[str]:
+        choices = (
+            ("--dtype", self.dtype, DTYPES),
+            ("--cluster", self.cluster, CLUSTERS),
+            ("--scorer", self.scorer, SCORERS),
+            ("--log-level", self.log_level, LOG_LEVELS),
+        )
+        return [
+            f"{flag} is '{value}': write one of {', '.join(known)}"
+            for flag, value, known in choices
+            if value not in known
+        ]
+
+    def _joint_faults(self) -> list[str]:
+        faults = []
+        if not self.model:
+            faults.append(f"--model is empty: write a name or a directory, e.g. {DEFAULT_MODEL}")
+        if not self.host:
+            faults.append("--host is empty: write 127.0.0.1 for this machine alone, 0.0.0.0 for all")
+        if not all(self.served_model_names):
+            faults.append("--served-model-name is empty: write a name")
+        if not all(key and key == key.strip() for key in self.api_keys):
+            faults.append(
+                "--api-key is empty or begins or ends with a space: write a key, or leave the flag out"
+            )
+        if self.profile is not None and not Path(self.profile).is_file():
+            faults.append(
+                f"--profile {self.profile}: no such file; make one with "
+                f"`python -m calibrate --model {self.model or DEFAULT_MODEL} --out {self.profile}`"
+            )
+        if self.num_pages is not None and self.kv_cache_bytes is not None:
+            faults.append("--num-pages and --kv-cache-memory say the same thing: write one of them")
+        if 1 <= self.max_num_batched_tokens < self.max_num_seqs:
+            faults.append(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) is below --max-num-seqs "
+                f"({self.max_num_seqs}), so that not every running request gets a token in a step: write at least "
+                f"{self.max_num_seqs}"
+            )
+        return faults
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: 1000000, 512MiB, 1.5G (1000-based without the i, as in vLLM)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a size: write for example 2GiB, 512MiB or 1000000000"
+        )
+    return math.floor(float(match[1]) * _UNITS[match[2]])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; every destination is a field of ServeConfig."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serve",
+        description="Serve a model over an OpenAI-compatible HTTP API, with a KV-cache budget for every head.",
+        argument_default=argparse.SUPPRESS,  # defaults live in ServeConfig alone
+        allow_abbrev=False,
+    )
+    default = ServeConfig()
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help=f"name, hub name or directory (default {default.model})")
+    model.add_argument(
+        "--served-model-name",
+        dest="served_model_names",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may give; the first one is the default (default: the model's name)",
+    )
+    model.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {default.dtype})")
+    model.add_argument(
+        "--max-model-len", type=int, metavar="N", help="longest prompt plus generation, in tokens"
+    )
+    model.add_argument("--seed", type=int, help="of requests that bring none (default 0)")
+
+    budget = parser.add_argument_group("budgets of the heads")
+    budget.add_argument(
+        "--profile", metavar="FILE", help="calibrated budgets (.npz), from `python -m calibrate`"
+    )
+    budget.add_argument("--retention", type=float, help="kept fraction of the KV cache; 1.0 keeps everything")
+    budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
+    budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
+    budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default snapkv)")
+    budget.add_argument("--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole")
+    budget.add_argument("--min-entries", type=int, metavar="N", help="entries that each head keeps at least")
+
+    memory = parser.add_argument_group("batch and memory")
+    memory.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help=f"requests at once (default {default.max_num_seqs})"
+    )
+    memory.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens of one step, the chunk of prefill included (default {default.max_num_batched_tokens})",
+    )
+    memory.add_argument(
+        "--block-size",
+        "--page-size",
+        dest="page_size",
+        type=int,
+        metavar="N",
+        help="entries of a page (default 16)",
+    )
+    memory.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool")
+    memory.add_argument(
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        dest="kv_cache_bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="size of the pool, e.g. 2GiB (instead of --num-pages)",
+    )
+    memory.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="F",
+        help="part of a GPU's memory to use (default 0.9)",
+    )
+    memory.add_argument(
+        "--enable-prefix-caching",
+        "--prefix-cache",
+        dest="prefix_cache",
+        action=argparse.BooleanOptionalAction,
+        help="keep the compressed pages of conversations for their next turn (default: on)",
+    )
+    memory.add_argument(
+        "--max-stored-sessions", type=int, metavar="N", help=f"(default {default.max_stored_sessions})"
+    )
+
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", help=f"address to listen on (default {default.host}; 0.0.0.0: all)")
+    http.add_argument("--port", type=int, help=f"(default {default.port}; 0: any free one)")
+    http.add_argument(
+        "--api-key",
+        dest="api_keys",
+        nargs="+",
+        metavar="KEY",
+        help=f"clients must send one of these keys (or set {API_KEY_VARIABLE})",
+    )
+    http.add_argument(
+        "--max-choices", type=int, metavar="N", help="prompts times n of one request (default 128)"
+    )
+    http.add_argument(
+        "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="of a request (default 8MiB)"
+    )
+    http.add_argument(
+        "--shutdown-timeout", type=int, metavar="S", help="seconds for running responses (default 15)"
+    )
+    http.add_argument(
+        "--log-level", "--uvicorn-log-level", dest="log_level", help=f"{', '.join(LOG_LEVELS)} (default info)"
+    )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
+    """The checked configuration; prints what is wrong and exits with status 2 otherwise."""
+    parser = make_parser()
+    values = vars(parser.parse_args(argv))
+    for name in ("served_model_names", "api_keys"):
+        if name in values:
+            values[name] = tuple(values[name])
+    if "api_keys" not in values and os.environ.get(API_KEY_VARIABLE):
+        values["api_keys"] = (os.environ[API_KEY_VARIABLE],)
+    try:
+        return ServeConfig(**values)
+    except ConfigError as error:
+        faults = str(error).splitlines()
+        parser.error("\n  ".join(faults) if len(faults) == 1 else "\n  " + "\n  ".join(faults))

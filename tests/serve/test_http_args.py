@@ -1,0 +1,101 @@
+"""The command line: vLLM's names, defaults, and errors that say what to write instead."""
+
+import dataclasses
+
+import pytest
+
+from serve.args import ConfigError, ServeConfig, make_parser, parse_args, parse_bytes
+
+
+def test_defaults_are_those_of_the_dataclass(monkeypatch):
+    monkeypatch.delenv("TANGRAM_API_KEY", raising=False)
+    assert parse_args([]) == ServeConfig()
+
+
+def test_every_field_has_a_flag():
+    flags = {action.dest for action in make_parser()._actions} - {"help"}
+    assert flags == {field.name for field in dataclasses.fields(ServeConfig)}
+
+
+def test_all_flags(tmp_path):
+    profile = tmp_path / "p.npz"
+    profile.touch()
+    argv = (
+        "--model dir --served-model-name a b --dtype float32 --max-model-len 2048 --seed -3 --max-num-seqs 4 "
+        "--max-num-batched-tokens 256 --block-size 64 --kv-cache-memory 1.5GiB --gpu-memory-utilization 0.5 "
+        f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
+        "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
+        "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug"
+    )
+    assert parse_args(argv.split()) == ServeConfig(
+        model="dir", served_model_names=("a", "b"), dtype="float32", max_model_len=2048, seed=-3, max_num_seqs=4,
+        max_num_batched_tokens=256, page_size=64, kv_cache_bytes=3 * 2**29, gpu_memory_utilization=0.5,
+        prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
+        cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
+        api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
+    )  # fmt: skip
+    assert parse_args(["--no-prefix-cache"]).prefix_cache is False
+
+
+def test_api_key_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TANGRAM_API_KEY", "from-env")
+    assert parse_args([]).api_keys == ("from-env",)
+    assert parse_args(["--api-key", "flag"]).api_keys == ("flag",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--retention 50", "--retention is 50: write a fraction above 0 and at most 1, e.g. 0.5 for 50%"),
+        ("--retention nan", "--retention is nan: write a fraction"),
+        ("--retention 0", "--retention is 0"),
+        ("--gpu-memory-utilization 1.5", "at most 1, e.g. 0.015 for 1.5%"),
+        ("--block-size 17", "--block-size is 17: write a power of two from 4 to 256, e.g. 16"),
+        ("--max-num-seqs 0", "--max-num-seqs is 0: write a number from 1 to 65536"),
+        ("--max-num-seqs 600", "write at least 600"),
+        ("--max-model-len -1", "--max-model-len is -1"),
+        ("--port 70000", "from 0 to 65535"),
+        ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
+        ("--scorer h2o", "write one of snapkv, expected_attention, keydiff, streaming_llm"),
+        ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
+        (
+            "--profile none.npz",
+            "no such file; make one with `python -m calibrate --model smollm2-135m-instruct",
+        ),
+        ("--num-pages 5 --kv-cache-memory 1G", "write one of them"),
+        ("--kv-cache-memory lots", "'lots' is not a size: write for example 2GiB"),
+        ("--seed x", "invalid int value"),
+        ("--max-model 5", "unrecognized arguments"),
+        ("--host=", "--host is empty"),
+        ("--model=", "--model is empty"),
+        ("--served-model-name=", "--served-model-name is empty"),
+    ],
+)
+def test_faults_say_what_to_write(argv, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(argv.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_faults_at_once():
+    with pytest.raises(ConfigError) as caught:
+        ServeConfig(port=-1, cluster="x", retention=2.0, api_keys=("",))
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_sizes():
+    assert [parse_bytes(t) for t in ("1000", "2k", "2KiB", "1.5g", "1 GiB")] == [
+        1000,
+        2000,
+        2048,
+        1500000000,
+        2**30,
+    ]
+
+
+def test_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"])
+    assert caught.value.code == 0
+    assert "--max-num-batched-tokens N" in capsys.readouterr().out
