@@ -1,0 +1,321 @@
+"""Sampling on the device: penalties, temperature, filters, a seed per request, logprobs. Nothing is read back.
+
+A `SamplerState` holds one row for each request, of five leaves. A token depends on its row's logits, parameters, seed
+and number of tokens generated, and on nothing else: not on the row, nor on what else is in the batch.
+
+Meaning and order are vLLM's: min_tokens' ban, then penalties (repetition over prompt and output, presence and frequency
+over output), temperature, min-p, top-k, top-p; logprobs are those of the raw logits.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array, lax
+
+from tangram_jax.sampling_filters import argmax, draw, keep_threshold, relative_probs
+
+MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
+MIN_TEMPERATURE = 1e-5  # below this a row is greedy
+_IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
+_MAX_COUNT = _IN_PROMPT - 1
+
+
+class Floats(IntEnum):
+    """Columns of `SamplerState.floats`."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    PRESENCE = 3
+    FREQUENCY = 4
+    REPETITION = 5
+
+
+class Ints(IntEnum):
+    """Columns of `SamplerState.ints`."""
+
+    TOP_K = 0
+    MIN_TOKENS = 1
+    GENERATED = 2
+    LAST_TOKEN = 3
+
+
+@struct.dataclass
+class SamplerState:
+    """What sampling knows of each request. Build it with `init_sampler`; every function returns a new one."""
+
+    floats: Array  # f32[rows, len(Floats)]
+    ints: Array  # i32[rows, len(Ints)]
+    keys: Array  # u32[rows, 2]: the seed
+    stop_ids: Array  # i32[rows, MAX_STOP_IDS]: banned until MIN_TOKENS are generated; V where there is none
+    seen: Array  # u16[rows, V]: times generated, plus _IN_PROMPT if in the prompt; 2 bytes a token for both
+
+    @property
+    def num_rows(self) -> int:
+        return self.ints.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.seen.shape[1]
+
+    @property
+    def last_token(self) -> Array:
+        """i32[rows]: the token sampled last (or given to `row_params`), which the next decode step takes in."""
+        return self.ints[:, Ints.LAST_TOKEN]
+
+    @property
+    def num_generated(self) -> Array:
+        """i32[rows]: tokens sampled so far."""
+        return self.ints[:, Ints.GENERATED]
+
+
+class RowParams(NamedTuple):
+    """One request's parameters, on the host, as `set_row` takes them. Built by `row_params`."""
+
+    floats: np.ndarray  # f32[len(Floats)]
+    ints: np.ndarray  # i32[len(Ints)]
+    key: np.ndarray  # u32[2]
+    stop_ids: np.ndarray  # i32[MAX_STOP_IDS]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a compiled sampler can do (static). A row asking for more than its batch's variant does is not served it.
+
+    Any variant gives a row that does not need what it leaves out the same token, so a batch runs under the union (`|`)
+    of what its rows need, or anything above.
+    """
+
+    random: bool = True  # draws; without, every row is greedy
+    filters: bool = True  # top-k, top-p, min-p
+    penalties: bool = True  # repetition, presence, frequency; only then are generated tokens counted
+    num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's; n: of the n most likely too
+
+    def __or__(self, other: "Variant") -> "Variant":
+        counts = [v.num_logprobs for v in (self, other) if v.num_logprobs is not None]
+        return Variant(
+            self.random or other.random,
+            self.filters or other.filters,
+            self.penalties or other.penalties,
+            max(counts, default=None),
+        )
+
+
+GREEDY = Variant(random=False, filters=False, penalties=False)
+FULL = Variant()
+
+
+def init_sampler(rows: int, vocab_size: int) -> SamplerState:
+    """A state of `rows` greedy rows. Takes 2 * rows * vocab_size bytes and a little."""
+    return SamplerState(
+        floats=jnp.zeros((rows, len(Floats)), jnp.float32).at[:, Floats.REPETITION].set(1.0),
+        ints=jnp.zeros((rows, len(Ints)), jnp.int32),
+        keys=jnp.zeros((rows, 2), jnp.uint32),
+        stop_ids=jnp.full((rows, MAX_STOP_IDS), vocab_size, jnp.int32),
+        seen=jnp.zeros((rows, vocab_size), jnp.uint16),
+    )
+
+
+def seed_key(seed: int) -> np.ndarray:
+    """u32[2]: the key of a signed 64-bit seed (its two halves), the same with and without 64-bit JAX."""
+    bits = seed & 0xFFFF_FFFF_FFFF_FFFF
+    return np.array([bits >> 32, bits & 0xFFFF_FFFF], np.uint32)
+
+
+def row_params(
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+    num_generated: int = 0,
+    last_token: int = 0,
+) -> RowParams:
+    """Pack one request's parameters, on the host. Ranges are the server's business; only the number of stop ids is not.
+
+    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `stop_ids` are what `min_tokens` bans. A request that goes on
+    after it lost its row (preemption) passes `num_generated` and `last_token`, and `mark_output` for its tokens.
+    Raises ValueError on more than MAX_STOP_IDS stop ids under `min_tokens`.
+    """
+    stops = sorted(set(stop_ids)) if min_tokens > num_generated else []
+    if len(stops) > MAX_STOP_IDS:
+        raise ValueError(f"min_tokens works with at most {MAX_STOP_IDS} stop and EOS ids; got {len(stops)}")
+    floats = {
+        Floats.TEMPERATURE: temperature,
+        Floats.TOP_P: top_p,
+        Floats.MIN_P: min_p,
+        Floats.PRESENCE: presence_penalty,
+        Floats.FREQUENCY: frequency_penalty,
+        Floats.REPETITION: repetition_penalty,
+    }
+    ints = {
+        Ints.TOP_K: max(top_k, 0),
+        Ints.MIN_TOKENS: min_tokens,
+        Ints.GENERATED: num_generated,
+        Ints.LAST_TOKEN: last_token,
+    }
+    padded = np.full(MAX_STOP_IDS, np.iinfo(np.int32).max, np.int32)  # no token: dropped
+    padded[: len(stops)] = stops
+    return RowParams(
+        np.array([floats[c] for c in Floats], np.float32),
+        np.array([ints[c] for c in Ints], np.int32),
+        seed_key(operator.index(seed)),
+        padded,
+    )
+
+
+def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Variant:
+    """The least variant that serves a row. On the host."""
+    f = params.floats
+    random = bool(f[Floats.TEMPERATURE] >= MIN_TEMPERATURE)
+    filters = bool(params.ints[Ints.TOP_K] > 0 or f[Floats.TOP_P] < 1 or f[Floats.MIN_P] > 0)
+    penalties = bool(f[Floats.PRESENCE] != 0 or f[Floats.FREQUENCY] != 0 or f[Floats.REPETITION] != 1)
+    return Variant(random, random and filters, penalties, num_logprobs)
+
+
+@partial(jax.jit, donate_argnums=0)
+def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
+    """Start a request in `row` i32[]: nothing seen yet."""
+    return SamplerState(
+        floats=state.floats.at[row].set(params.floats, mode="drop"),
+        ints=state.ints.at[row].set(params.ints, mode="drop"),
+        keys=state.keys.at[row].set(params.key, mode="drop"),
+        stop_ids=state.stop_ids.at[row].set(params.stop_ids, mode="drop"),
+        seen=state.seen.at[row].set(jnp.uint16(0), mode="drop"),
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_row(state: SamplerState, src: Array, dst: Array, key: Array) -> SamplerState:
+    """Make row `dst` a copy of `src` with another seed, `key` u32[2] of `seed_key`: another choice of one prompt."""
+    copied = jax.tree.map(lambda x: x.at[dst].set(x[src], mode="drop"), state)
+    return replace(copied, keys=copied.keys.at[dst].set(key, mode="drop"))
+
+
+@partial(jax.jit, donate_argnums=0)
+def mark_prompt(state: SamplerState, row: Array, tokens: Array, count: Array) -> SamplerState:
+    """Note that the first `count` of `tokens` i32[T] are in the prompt of `row`. Call it chunk by chunk.
+
+    Only a row with a repetition penalty needs it.
+    """
+    at = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, state.vocab_size)
+    marked = state.seen.at[row, at].get(mode="fill", fill_value=0) | jnp.uint16(_IN_PROMPT)
+    return replace(state, seen=state.seen.at[row, at].set(marked, mode="drop"))
+
+
+@partial(jax.jit, donate_argnums=0)
+def mark_output(state: SamplerState, row: Array, tokens: Array, count: Array) -> SamplerState:
+    """Count the first `count` of `tokens` i32[T] as generated by `row`: for a request that lost its row and goes on.
+
+    Only a row with penalties needs it.
+    """
+    at = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, state.vocab_size)
+    return replace(state, seen=state.seen.at[row, at].add(jnp.uint16(1), mode="drop"))
+
+
+def last_tokens(state: SamplerState, rows: Array) -> Array:
+    """i32[B]: the tokens sampled last in `rows` i32[B], 0 for a row that does not exist."""
+    return state.ints.at[rows, Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
+
+
+def sample(
+    logits: Array, state: SamplerState, rows: Array, *, variant: Variant = FULL
+) -> tuple[Array, Array | None, Array | None, Array | None, SamplerState]:
+    """Choose the next token of each of `rows` i32[B] (all different, or no row: padding) from `logits` f32[B, V].
+
+    Returns (tokens i32[B], logprobs f32[B], top_ids i32[B, Kt], top_logprobs f32[B, Kt], state); the three in the
+    middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
+    Give a padding row a number of `num_rows` or more; its results mean nothing. `variant` is static under jit.
+    """
+    logits = logits.astype(jnp.float32)
+    floats = state.floats.at[rows].get(mode="fill", fill_value=0)
+    ints = state.ints.at[rows].get(mode="fill", fill_value=0)
+    seen = None
+    biased = _ban_stops(logits, state, rows, ints)
+    if variant.penalties:
+        with jax.named_scope("penalties"):
+            seen = state.seen.at[rows].get(mode="fill", fill_value=0)
+            biased = _penalize(biased, seen, floats)
+
+    with jax.named_scope("greedy"):
+        tokens = argmax(biased)
+    if variant.random:
+        greedy = floats[:, Floats.TEMPERATURE] < MIN_TEMPERATURE
+        probs = relative_probs(biased, jnp.where(greedy, 1.0, floats[:, Floats.TEMPERATURE]))
+        if variant.filters:
+            with jax.named_scope("filters"):
+                # A greedy row's draw is not used: with top-k 1 it asks for no search.
+                top_k = jnp.where(greedy, 1, ints[:, Ints.TOP_K])
+                top_p = jnp.where(greedy, 1.0, floats[:, Floats.TOP_P])
+                lowest = keep_threshold(probs, top_k, top_p, floats[:, Floats.MIN_P])
+                probs = jnp.where(probs >= lowest[:, None], probs, 0.0)
+        with jax.named_scope("draw"):
+            keys = state.keys.at[rows].get(mode="fill", fill_value=0)
+            keys = jax.vmap(jax.random.fold_in)(
+                jax.random.wrap_key_data(keys, impl="threefry2x32"), ints[:, Ints.GENERATED]
+            )
+            tokens = jnp.where(greedy, tokens, draw(probs, keys))
+
+    logprobs: tuple[Any, ...] = (None, None, None)
+    if variant.num_logprobs is not None:
+        logprobs = token_logprobs(logits, tokens, variant.num_logprobs)
+    ints = ints.at[:, Ints.GENERATED].add(1).at[:, Ints.LAST_TOKEN].set(tokens)
+    state = replace(state, ints=state.ints.at[rows].set(ints, mode="drop"))
+    if seen is not None:
+        counted = _count(jnp.take_along_axis(seen, tokens[:, None], axis=1)[:, 0])
+        state = replace(state, seen=state.seen.at[rows, tokens].set(counted, mode="drop"))
+    return tokens, *logprobs, state
+
+
+def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:
+    """Natural log-probabilities under `logits` f32[T, V], as they are: no penalties, no temperature, no filters.
+
+    Returns (logprobs f32[T] of `tokens` i32[T], top_ids i32[T, num_top], top_logprobs f32[T, num_top]), the
+    likeliest first. For a prompt, row t's token is the one that follows it. `num_top` is static; 0 gives empty arrays.
+    """
+    with jax.named_scope("logprobs"):
+        logits = logits.astype(jnp.float32)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        if num_top == 0:
+            top, top_ids = jnp.zeros((len(tokens), 0)), jnp.zeros((len(tokens), 0), jnp.int32)
+        else:
+            top, top_ids = lax.top_k(logits, num_top)
+        return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
+
+
+def _ban_stops(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array:
+    """-inf for the stop ids of rows that have not generated their min_tokens."""
+    banned = ints[:, Ints.GENERATED] < ints[:, Ints.MIN_TOKENS]
+    ids = state.stop_ids.at[rows].get(mode="fill", fill_value=state.vocab_size)
+    ids = jnp.where(banned[:, None], ids, logits.shape[-1])
+    batch = jnp.arange(logits.shape[0])[:, None]
+    return lax.cond(banned.any(), lambda x: x.at[batch, ids].set(-jnp.inf, mode="drop"), lambda x: x, logits)
+
+
+def _penalize(logits: Array, seen: Array, floats: Array) -> Array:
+    """Repetition, frequency and presence penalties: f32[B, V] of logits f32[B, V] and seen u16[B, V]."""
+    count = (seen & jnp.uint16(_MAX_COUNT)).astype(jnp.float32)
+    repetition = jnp.where(seen > 0, floats[:, Floats.REPETITION, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits -= floats[:, Floats.FREQUENCY, None] * count
+    return logits - floats[:, Floats.PRESENCE, None] * (count > 0)
+
+
+def _count(seen: Array) -> Array:
+    """One more in the counting bits, which stay at their maximum."""
+    return seen + ((seen & jnp.uint16(_MAX_COUNT)) < _MAX_COUNT).astype(jnp.uint16)

@@ -1,0 +1,154 @@
+"""Top-k, top-p and min-p without sorting the vocabulary, and drawing a token with few random numbers.
+
+All filters here are a lower bound on a token's probability, so the kept set is `p >= threshold`. The bound is
+read off the largest `CANDIDATES` probabilities where they decide it, as they nearly always do; otherwise
+it is found by bisection over the bits of the probability, each step one pass over the vocabulary.
+
+Probabilities are relative to the most probable token (so the largest is exactly 1) and not normalised.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+CANDIDATES = 64  # probabilities looked at before bisection
+_BLOCK = 128  # tokens in a block of the two-level draw
+_LOG_TINY = -60.0  # a token exp(60) times less likely than the best one has probability 0
+
+_Bounds = tuple[Array, Array, Array, Array]
+
+
+def relative_probs(logits: Array, temperature: Array) -> Array:
+    """exp((logits - max) / temperature): f32[B, V] in [0, 1], from f32[B, V] and f32[B] > 0.
+
+    Values under exp(-60) are 0: they could never be drawn, and without them no denormals occur.
+    """
+    shifted = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
+    return jnp.where(shifted > _LOG_TINY, jnp.exp(shifted), 0.0)
+
+
+def keep_threshold(probs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Smallest relative probability that is kept: f32[B]. Kept are the tokens with `probs >= threshold` > 0.
+
+    Args:
+      probs: f32[B, V] from `relative_probs`.
+      top_k: i32[B], 0 for none. Keeps every token that fewer than `top_k` tokens beat.
+      top_p: f32[B], 1 for none. Keeps every token such that all tokens that beat it have together less than
+        `top_p` of the mass that min-p and top-k left over.
+      min_p: f32[B], 0 for none. Keeps the tokens with at least `min_p` of the best token's probability.
+
+    "Beats" is strictly greater, so ties at the border are all kept, and the best token always is. Order and
+    meaning are vLLM's: min-p, top-k, then top-p on the renormalised rest.
+    """
+    vocab = probs.shape[-1]
+    num = min(CANDIDATES, vocab)
+    best = lax.top_k(probs, num)[0]  # [B, num], descending
+
+    # top-k
+    wanted = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    at = jnp.minimum(wanted, num) - 1
+    kth = jnp.take_along_axis(best, at[:, None], axis=1)[:, 0]
+    with jax.named_scope("top_k_search"):
+        searched = _search(
+            probs,
+            wanted.astype(jnp.float32),
+            jnp.zeros_like(kth),
+            kth,
+            (wanted > num) & (wanted < vocab),
+            count=True,
+        )
+    kth = jnp.where(wanted == vocab, 0.0, jnp.where(wanted > num, searched, kth))
+    lowest = jnp.maximum(kth, jnp.minimum(min_p, 1.0))
+
+    # top-p
+    mass = jnp.where(probs >= lowest[:, None], probs, 0.0).sum(axis=-1)
+    target = jnp.clip(top_p, 0.0, 1.0) * mass
+    best = jnp.where(best >= lowest[:, None], best, 0.0)
+    reached = jnp.cumsum(best, axis=-1) >= target[:, None]
+    first = jnp.argmax(reached, axis=-1)
+    border = jnp.take_along_axis(best, first[:, None], axis=1)[:, 0]
+    active = (top_p < 1.0) & ~reached[:, -1] & (best[:, -1] > 0)
+    # All tokens below (1 - top_p) * mass / vocab have together less than (1 - top_p) * mass.
+    floor = jnp.maximum(lowest, 0.5 * (1.0 - top_p) * mass / vocab)
+    with jax.named_scope("top_p_search"):
+        searched = _search(probs, target, floor, best[:, -1], active, count=False)
+    border = jnp.where(reached[:, -1], border, jnp.where(active, searched, 0.0))
+    return jnp.where(top_p < 1.0, jnp.maximum(lowest, border), lowest)
+
+
+def _search(probs: Array, target: Array, low: Array, high: Array, active: Array, *, count: bool) -> Array:
+    """Largest t in [low, high] at which the tokens with probs >= t reach `target` (or a t that keeps the same): f32[B].
+
+    They are counted (`count`) or their mass is summed. It must be reached at `low`, and not by what lies above `high`.
+    Without `active` rows nothing is done. Ends early where one token is left between the bounds.
+    """
+
+    def measure(threshold: Array) -> tuple[Array, Array]:
+        kept = probs >= threshold[:, None]
+        # Counted in floats (exact): XLA makes one fast loop of two float sums, but not of a float and an integer sum.
+        number = jnp.where(kept, 1.0, 0.0).sum(axis=-1)
+        return number if count else jnp.where(kept, probs, 0.0).sum(axis=-1), number
+
+    def undecided(low: Array, high: Array, n_low: Array, n_high: Array) -> Array:
+        return active & (high - low > 1) & (n_low - n_high > 1)
+
+    def body(carry: _Bounds) -> _Bounds:
+        low, high, n_low, n_high = carry
+        run = undecided(*carry)
+        middle = low + (high - low) // 2
+        value, number = measure(lax.bitcast_convert_type(middle, jnp.float32))
+        enough = value >= target
+        up, down = run & enough, run & ~enough
+        return (
+            jnp.where(up, middle, low),
+            jnp.where(down, middle, high),
+            jnp.where(up, number, n_low),
+            jnp.where(down, number, n_high),
+        )
+
+    # The order of floats >= 0 is the order of their bits. One more bit: `high` itself may be the answer.
+    low_bits = lax.bitcast_convert_type(jnp.maximum(low, 0.0), jnp.int32)
+    high_bits = lax.bitcast_convert_type(high, jnp.int32) + 1
+    n_low = jnp.full(low.shape, probs.shape[-1], jnp.float32)
+    low_bits, *_ = lax.while_loop(
+        lambda carry: undecided(*carry).any(), body, (low_bits, high_bits, n_low, jnp.zeros_like(n_low))
+    )
+    return lax.bitcast_convert_type(low_bits, jnp.float32)
+
+
+def _blocks(x: Array, fill: float) -> Array:
+    """[B, V] -> [B, blocks, _BLOCK], padded with `fill`."""
+    batch, vocab = x.shape
+    if pad := -vocab % _BLOCK:
+        x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
+    return x.reshape(batch, -1, _BLOCK)
+
+
+def argmax(x: Array) -> Array:
+    """First index of the largest value of each row: i32[B] of f32[B, V]. In two levels, so that it vectorises."""
+    blocks = _blocks(x, -jnp.inf)
+    block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * _BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
+def draw(probs: Array, keys: Array) -> Array:
+    """One index per row, with probability proportional to `probs`: i32[B] of f32[B, V] >= 0 and keys [B].
+
+    First a block by its sum, then a token inside, each by the Gumbel-max trick: V / 128 + 128 random numbers
+    for a row instead of V, and a token of probability 0 can never be drawn. A row's result depends on its
+    probabilities and key alone.
+    """
+    blocks = _blocks(probs, 0.0)
+
+    def gumbel(key):
+        outer, inner = jax.random.split(key)
+        return (
+            jax.random.gumbel(outer, (blocks.shape[1],), mode="high"),
+            jax.random.gumbel(inner, (_BLOCK,), mode="high"),
+        )
+
+    outer, inner = jax.vmap(gumbel)(keys)
+    block = jnp.argmax(jnp.log(blocks.sum(axis=-1)) + outer, axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * _BLOCK + jnp.argmax(jnp.log(inside) + inner, axis=-1)).astype(jnp.int32)

@@ -1,0 +1,448 @@
+"""Sampling: each filter against a sorted NumPy definition, the distributions, and what a token may depend on."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from tangram_jax import sampling_filters
+from tangram_jax.sampling import (
+    FULL,
+    GREEDY,
+    MAX_STOP_IDS,
+    SamplerState,
+    Variant,
+    copy_row,
+    init_sampler,
+    last_tokens,
+    mark_output,
+    mark_prompt,
+    needed_variant,
+    row_params,
+    sample,
+    seed_key,
+    set_row,
+    token_logprobs,
+)
+
+jit_sample = jax.jit(sample, static_argnames="variant")
+jit_threshold = jax.jit(sampling_filters.keep_threshold)
+jit_probs = jax.jit(sampling_filters.relative_probs)
+V = 300
+
+
+def gaussian(seed, *shape, scale=3.0):
+    return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(np.float32)
+
+
+def rows_of(*each, vocab=V, rows=None):
+    """A state whose row i has the parameters each[i]."""
+    state = init_sampler(rows or len(each), vocab)
+    for i, params in enumerate(each):
+        state = set_row(state, i, row_params(**({"seed": i} | params)))
+    return state
+
+
+def kept_bounds(probs, top_k, top_p, min_p, slack=1e-5):
+    """By sorting, in float64: (tokens that must be kept, tokens that may be); only top-p's rounding is between."""
+    p = probs.astype(np.float64)
+    kept = (p > 0) & (p >= min_p)
+    if 0 < top_k < len(p):
+        kept &= p >= np.sort(p)[-top_k]
+    p = np.where(kept, p, 0)
+    order = np.argsort(-p, kind="stable")
+    above = np.concatenate([[0.0], np.cumsum(p[order])[:-1]])
+    first_equal = np.searchsorted(-p[order], -p[order], side="left")  # ties are all kept
+    beats = np.empty_like(p)
+    beats[order] = above[first_equal]
+    if top_p >= 1:
+        return kept, kept
+    return [kept & ((beats < top_p * p.sum() * f) | (p == 1)) for f in (1 - slack, 1 + slack)]
+
+
+shares = st.floats(0.0, 1.0, allow_subnormal=False)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    vocab=st.sampled_from([5, 128, 3000]),
+    scale=st.sampled_from([0.01, 0.5, 3.0, 30.0]),
+    step=st.sampled_from([0.0, 0.125, 2.0]),
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.lists(
+        st.tuples(
+            st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 4000)),
+            st.one_of(st.just(1.0), shares, st.floats(0.95, 1.0)),
+            st.one_of(st.just(0.0), shares),
+        ),
+        min_size=4,
+        max_size=4,
+    ),
+)
+def test_kept_tokens_are_those_of_the_sorted_definition(vocab, scale, step, seed, rows):
+    """With a step the logits are multiples of it, so that many are equal (as those of bfloat16 models are)."""
+    logits = gaussian(seed, 4, vocab, scale=scale)
+    if step:
+        logits = np.round(logits / step).astype(np.float32) * np.float32(step)
+    probs = jit_probs(logits, jnp.ones(4))
+    top_k, top_p, min_p = (np.array(x) for x in zip(*rows, strict=True))
+    lowest = jit_threshold(probs, top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32))
+    probs = np.asarray(probs)
+    kept = (probs >= np.asarray(lowest)[:, None]) & (probs > 0)
+    for row in range(4):
+        must, may = kept_bounds(probs[row], top_k[row], np.float32(top_p[row]), np.float32(min_p[row]))
+        assert (kept[row] >= must).all()
+        assert (kept[row] <= may).all()
+        assert kept[row].any()
+
+
+def test_filters_worked_example():
+    probs = jnp.array([[0.25, 1.0, 0.5, 0.125, 0.0625, 0.5]])  # sums to 2.4375
+
+    def kept(top_k=0, top_p=1.0, min_p=0.0):
+        lowest = jit_threshold(probs, *(jnp.array([x]) for x in (top_k, top_p, min_p)))
+        return np.flatnonzero(np.asarray(probs[0] >= lowest[0])).tolist()
+
+    assert kept() == [0, 1, 2, 3, 4, 5]
+    assert kept(top_k=1) == [1]
+    assert kept(top_k=2) == [1, 2, 5]  # a tie at the border is kept whole
+    assert kept(top_k=3) == [1, 2, 5]
+    assert kept(top_k=4) == [0, 1, 2, 5]
+    assert kept(top_k=100) == [0, 1, 2, 3, 4, 5]
+    assert kept(min_p=0.25) == [0, 1, 2, 5]
+    assert kept(top_p=0.4) == [1]  # 1 / 2.4375 = 0.41
+    assert kept(top_p=0.42) == [1, 2, 5]
+    assert kept(top_p=0.0) == [1]
+    assert kept(top_k=4, top_p=0.85) == [1, 2, 5]  # 2 / 2.25 = 0.89 of what top-k left over
+    assert kept(top_p=0.85) == [0, 1, 2, 5]  # but 0.82 of everything
+    assert kept(min_p=0.5, top_p=0.45) == [1]  # 1 / 2
+
+
+def test_probabilities_are_relative_and_never_denormal():
+    logits = np.array([[0.0, -1.0, -59.0, -61.0, -200.0, -np.inf]], np.float32)
+    np.testing.assert_allclose(
+        jit_probs(logits, jnp.ones(1))[0], [1, np.exp(-1), np.exp(-59), 0, 0, 0], rtol=1e-6
+    )
+    np.testing.assert_allclose(jit_probs(logits + 7, jnp.full(1, 4.0))[0, :2], [1, np.exp(-0.25)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 128, 129, 1000])
+def test_argmax_is_the_first_of_equals(vocab):
+    x = np.round(gaussian(0, 20, vocab))
+    np.testing.assert_array_equal(jax.jit(sampling_filters.argmax)(x), x.argmax(axis=1))
+    np.testing.assert_array_equal(sampling_filters.argmax(jnp.full((2, vocab), -jnp.inf)), 0)
+
+
+def chi_square_fits(counts, probs, least=5.0):
+    """Whether counts agree with probabilities (p-value above 1e-3); rare outcomes are pooled."""
+    assert counts[probs == 0].sum() == 0
+    expected = probs / probs.sum() * counts.sum()
+    rare = expected < least
+    observed, wanted = list(counts[~rare]), list(expected[~rare])
+    if expected[rare].sum() >= least:
+        observed.append(counts[rare].sum())
+        wanted.append(expected[rare].sum())
+    else:
+        wanted = list(np.array(wanted) * sum(observed) / sum(wanted))
+    return stats.chisquare(observed, wanted).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+def test_draw_has_the_right_distribution(scale):
+    probs = np.exp(gaussian(1, V, scale=scale))
+    probs[::7] = 0
+    n = 20_000
+    keys = jax.random.split(jax.random.key(5), n)
+    drawn = jax.jit(sampling_filters.draw)(jnp.broadcast_to(probs, (n, V)), keys)
+    assert chi_square_fits(np.bincount(drawn, minlength=V), probs.astype(np.float64))
+
+
+@partial(jax.jit, static_argnames=("variant", "steps"))
+def roll(state: SamplerState, logits, rows, steps, variant=FULL):
+    """`steps` tokens for each row from the same logits: i32[steps, B]."""
+
+    def body(state, _):
+        tokens, *_, state = sample(logits, state, rows, variant=variant)
+        return state, tokens
+
+    state, tokens = jax.lax.scan(body, state, None, length=steps)
+    return tokens, state
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 20},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.05, "top_k": 100, "top_p": 0.95},
+        {"temperature": 2.0, "top_k": 150, "top_p": 0.99},
+    ],
+)
+def test_sampled_tokens_follow_the_filtered_distribution(params):
+    rows, steps = 32, 400
+    logits = gaussian(2, V, scale=2.0)
+    state = rows_of(*[params] * rows)
+    tokens, _ = roll(state, jnp.broadcast_to(logits, (rows, V)), jnp.arange(rows), steps)
+    scaled = (logits - logits.max()) / np.float32(params["temperature"])
+    probs = np.exp(scaled)
+    kept, _ = kept_bounds(probs, params.get("top_k", 0), params.get("top_p", 1.0), params.get("min_p", 0.0))
+    counts = np.bincount(np.ravel(tokens), minlength=V)
+    assert chi_square_fits(counts, np.where(kept, probs, 0).astype(np.float64))
+    for serial in np.asarray(tokens).T[:4], np.asarray(tokens)[:4]:  # over steps, over seeds: no fixed point
+        assert all(len(set(x.tolist())) > 5 for x in serial)
+
+
+def test_a_token_depends_on_seed_and_step_alone():
+    """Not on the row, the rest of the batch, its size, padding, or what else the variant can do."""
+    logits = gaussian(3, 6, V)
+    params = {"temperature": 1.0, "seed": 1234}
+    other = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "presence_penalty": 1.0, "seed": 9}
+
+    def tokens_of(state, at, rows, variant):
+        out = []
+        for step in range(6):
+            batch = gaussian(77 + step, len(rows), V)
+            batch[at] = logits[step]
+            tokens, *_, state = jit_sample(batch, state, np.array(rows, np.int32), variant=variant)
+            out.append(int(tokens[at]))
+        return out
+
+    plain = Variant(filters=False, penalties=False)
+    alone = tokens_of(rows_of(params), 0, [0], plain)
+    assert len(set(alone)) > 2
+    crowd = rows_of(other, other, params, other, {"temperature": 0.0}, rows=9)
+    assert tokens_of(crowd, 0, [2], FULL) == alone
+    assert tokens_of(crowd, 1, [4, 2, 0], FULL) == alone
+    assert tokens_of(crowd, 3, [9, 1, 3, 2, 9, 0, 9, 9], replace(FULL, num_logprobs=3)) == alone
+    assert tokens_of(rows_of(params | {"seed": 1235}), 0, [0], plain) != alone
+
+
+def test_seeds_are_64_bits():
+    """A seed beyond 32 bits must not be cut, nor a negative one refused (OpenAI's seed is an int64)."""
+    assert seed_key(5).tolist() == [0, 5]
+    assert seed_key(-1).tolist() == [2**32 - 1, 2**32 - 1]
+    assert seed_key(2**32 + 5).tolist() == [1, 5]
+    seeds = [5, -5, 2**32 + 5, 2**63 - 1, -(2**63)]
+    state = rows_of(*({"seed": s} for s in seeds))
+    tokens, _ = roll(state, jnp.zeros((5, V)), jnp.arange(5), 8)
+    assert len({tuple(t) for t in np.asarray(tokens).T.tolist()}) == 5
+    with pytest.raises(TypeError):
+        row_params(seed=1.5)  # type: ignore[arg-type]
+
+
+def test_greedy_rows_are_the_same_under_every_variant():
+    logits = gaussian(4, 5, V)
+    greedy = {"temperature": 0.0}
+    state = rows_of(
+        greedy, {"temperature": 1.0, "top_k": 1}, greedy | {"top_k": 7, "top_p": 0.1}, greedy, greedy
+    )
+    rows = np.arange(5, dtype=np.int32)
+    for variant in (GREEDY, FULL, Variant(filters=False, penalties=False), replace(GREEDY, num_logprobs=0)):
+        same = rows if variant in (GREEDY, FULL, replace(GREEDY, num_logprobs=0)) else np.delete(rows, 1)
+        tokens, *_ = jit_sample(logits, state, rows, variant=variant)
+        np.testing.assert_array_equal(tokens[same], logits.argmax(axis=1)[same])
+
+
+def reference_penalties(logits, prompt, output, repetition, presence, frequency):
+    """As vLLM documents them, one token at a time, in float64."""
+    out = logits.astype(np.float64)
+    for token in set(prompt) | set(output):
+        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+    for token in set(output):
+        out[token] -= frequency * output.count(token) + presence
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    prompt=st.lists(st.integers(0, 39), max_size=60),
+    output=st.lists(st.integers(0, 39), max_size=30),
+    repetition=st.floats(0.25, 4.0),
+    presence=st.floats(-2.0, 2.0, allow_subnormal=False),
+    frequency=st.floats(-2.0, 2.0, allow_subnormal=False),
+    cut=st.integers(0, 60),
+)
+def test_penalties(prompt, output, repetition, presence, frequency, cut):
+    """Against the definition, token by token; the prompt comes in two chunks, the output is replayed."""
+    vocab = 40
+    params = {
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "num_generated": len(output),
+    }
+    state = rows_of({}, params, {}, vocab=vocab)
+    for mark, ids in ((mark_prompt, prompt[:cut]), (mark_prompt, prompt[cut:]), (mark_output, output)):
+        padded = np.full(64, 7, np.int32)  # padding must not count
+        padded[: len(ids)] = ids
+        state = mark(state, 1, padded, len(ids))
+    logits = gaussian(len(prompt), vocab)
+    wanted = reference_penalties(logits, prompt, output, repetition, presence, frequency)
+    from tangram_jax.sampling import _penalize
+
+    got = _penalize(jnp.asarray(logits)[None], state.seen[1:2], state.floats[1:2])[0]
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(state.seen[0], 0)
+    np.testing.assert_array_equal(state.seen[2], 0)
+
+
+def test_penalties_count_what_is_sampled():
+    """Greedy with a frequency penalty goes through the tokens in turn; a row without penalties stays."""
+    logits = np.zeros((2, V), np.float32)
+    logits[:, [3, 5, 8]] = [10.0, 9.5, 9.2]
+    state = rows_of({"temperature": 0, "frequency_penalty": 1.0}, {"temperature": 0}, rows=4)
+    tokens, state = roll(state, jnp.asarray(logits), jnp.arange(2), 6)
+    assert tokens[:, 0].tolist() == [3, 5, 8, 3, 5, 8]
+    assert tokens[:, 1].tolist() == [3] * 6
+    assert state.seen[0, [3, 5, 8]].tolist() == [2, 2, 2]
+    assert state.num_generated.tolist() == [6, 6, 0, 0]
+    assert state.last_token.tolist() == [8, 3, 0, 0]
+    assert last_tokens(state, jnp.array([1, 0, 7])).tolist() == [3, 8, 0]
+
+
+def test_counts_stay_apart_from_the_prompt_bit():
+    """32768 repeats of one token must not reach the bit that says that it was in the prompt."""
+    state = rows_of({"temperature": 0, "presence_penalty": 0.1})
+    state = replace(state, seen=state.seen.at[0, 3].set(32766))
+    logits = np.zeros((1, V), np.float32)
+    logits[0, 3] = 10.0
+    _, state = roll(state, jnp.asarray(logits), jnp.arange(1), 3)
+    assert state.seen[0, 3] == 32767
+    state = mark_prompt(state, 0, np.array([3, 3, 4]), 3)
+    assert state.seen[0, 2:5].tolist() == [0, 32767 + 32768, 32768]
+
+
+def test_min_tokens_bans_stop_ids_until_then():
+    logits = np.zeros((3, V), np.float32)
+    logits[:, [2, 0, 9]] = [10.0, 9.0, 8.0]
+    stops = {"temperature": 0, "stop_ids": (0, 2)}
+    state = rows_of(stops | {"min_tokens": 3}, stops, stops | {"min_tokens": 3, "num_generated": 2})
+    for variant in (GREEDY, FULL):
+        tokens, _ = roll(state, jnp.asarray(logits), jnp.arange(3), 5, variant)
+        assert np.asarray(tokens).T.tolist() == [[9, 9, 9, 2, 2], [2] * 5, [9, 2, 2, 2, 2]]
+    random = rows_of(stops | {"min_tokens": 50, "temperature": 1.0})
+    tokens, _ = roll(random, jnp.asarray(logits[:1]), jnp.arange(1), 50)
+    assert not {0, 2} & set(tokens[:, 0].tolist())
+    with pytest.raises(ValueError, match=f"at most {MAX_STOP_IDS}"):
+        row_params(seed=0, min_tokens=1, stop_ids=range(MAX_STOP_IDS + 1))
+    row_params(seed=0, stop_ids=range(MAX_STOP_IDS + 1))  # nothing to ban: any number
+
+
+def test_logprobs_are_of_the_raw_logits():
+    logits = gaussian(6, 3, V)
+    state = rows_of(*[{"temperature": 0.3, "top_k": 2, "presence_penalty": 2.0}] * 3)
+    tokens, logprobs, top_ids, top, _ = jit_sample(
+        logits, state, np.arange(3, dtype=np.int32), variant=replace(FULL, num_logprobs=5)
+    )
+    wanted = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(logprobs, wanted[np.arange(3), tokens], atol=1e-5)
+    np.testing.assert_array_equal(top_ids, np.argsort(-logits, axis=1)[:, :5])
+    np.testing.assert_allclose(top, -np.sort(-wanted, axis=1)[:, :5], atol=1e-5)
+
+
+def test_logprobs_of_a_prompt_sum_to_one():
+    logits = gaussian(7, 10, V)
+    following = np.random.default_rng(0).integers(0, V, 10).astype(np.int32)
+    chosen, top_ids, top = token_logprobs(jnp.asarray(logits), following, V)
+    np.testing.assert_allclose(np.exp(top).sum(axis=1), 1.0, rtol=1e-5)
+    for row in range(10):
+        assert sorted(top_ids[row].tolist()) == list(range(V))
+        np.testing.assert_array_equal(chosen[row], top[row][top_ids[row] == following[row]][0])
+    chosen_only, none_ids, none = token_logprobs(jnp.asarray(logits), following, 0)
+    np.testing.assert_array_equal(chosen_only, chosen)
+    assert none_ids.shape == none.shape == (10, 0)
+    *_, ids, logprob, _ = jit_sample(logits[:1], rows_of({}), np.zeros(1, np.int32), variant=FULL)
+    assert ids is None
+    assert logprob is None
+
+
+def test_padding_rows_change_nothing():
+    state = rows_of({}, {"presence_penalty": 1.0}, rows=4)
+    before = jax.tree.map(np.asarray, state)
+    *_, state = jit_sample(gaussian(8, 3, V), state, np.array([4, 1, 99], np.int32), variant=FULL)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old[[0, 2, 3]], np.asarray(new)[[0, 2, 3]])
+    assert state.num_generated.tolist() == [0, 1, 0, 0]
+    after = jax.tree.map(np.asarray, state)
+    state = set_row(state, 4, row_params(seed=3))
+    state = mark_prompt(state, 17, np.arange(5), 5)
+    state = copy_row(state, 1, 4, seed_key(0))
+    for old, new in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_set_row_forgets_the_request_before():
+    state = rows_of({"presence_penalty": 1.0, "min_tokens": 9, "stop_ids": (1, 2)})
+    state = mark_prompt(state, 0, np.arange(5), 5)
+    _, state = roll(state, jnp.zeros((1, V)), jnp.arange(1), 4)
+    state = set_row(state, 0, row_params(seed=0, temperature=0))
+    fresh = rows_of({"seed": 0, "temperature": 0})
+    for old, new in zip(jax.tree.leaves(fresh), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_copied_row_is_another_choice_of_the_same_prompt():
+    logits = jnp.asarray(gaussian(9, V))
+    params = {"temperature": 1.0, "repetition_penalty": 3.0, "seed": 5}
+    prompt = np.argsort(-np.asarray(logits))[:50].astype(np.int32)
+    state = mark_prompt(rows_of(params, rows=3), 0, prompt, 50)
+    state = copy_row(state, 0, 2, seed_key(6))
+    tokens, _ = roll(state, jnp.broadcast_to(logits, (2, V)), jnp.array([0, 2]), 20)
+
+    alone = mark_prompt(rows_of(params | {"seed": 6}), 0, prompt, 50)
+    wanted, _ = roll(alone, logits[None], jnp.arange(1), 20)
+    np.testing.assert_array_equal(tokens[:, 1], wanted[:, 0])
+    assert tokens[:, 0].tolist() != tokens[:, 1].tolist()
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_happened():
+    logits = jnp.asarray(gaussian(10, 1, V))
+    params = {
+        "temperature": 1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "top_p": 0.9,
+        "seed": 5,
+    }
+    prompt = np.arange(50, dtype=np.int32)
+    state = mark_prompt(rows_of(params), 0, prompt, 50)
+    whole, _ = roll(state, logits, jnp.arange(1), 30)
+    first = np.asarray(whole[:12, 0])
+    state = rows_of(params | {"num_generated": 12, "last_token": int(first[-1])})
+    state = mark_output(mark_prompt(state, 0, prompt, 50), 0, first, 12)
+    assert last_tokens(state, jnp.arange(1)).tolist() == [first[-1]]
+    rest, _ = roll(state, logits, jnp.arange(1), 18)
+    np.testing.assert_array_equal(rest, whole[12:])
+
+
+def test_variants():
+    assert needed_variant(row_params(seed=0, temperature=0, top_p=0.5)) == GREEDY
+    assert needed_variant(row_params(seed=0)) == Variant(filters=False, penalties=False)
+    assert needed_variant(row_params(seed=0, top_k=-1)) == Variant(filters=False, penalties=False)
+    assert needed_variant(row_params(seed=0, min_p=0.1), 2) == Variant(penalties=False, num_logprobs=2)
+    assert needed_variant(row_params(seed=0, temperature=0, repetition_penalty=1.1)) == replace(
+        GREEDY, penalties=True
+    )
+    assert replace(GREEDY, num_logprobs=0) | FULL == replace(FULL, num_logprobs=0)
+    assert FULL | GREEDY == FULL
+
+
+def test_state_is_updated_in_place():
+    """At 256 rows of a vocabulary of 256K a copy of the state would cost 128 MiB of traffic for every token."""
+    state = rows_of({}, rows=4)
+    compiled = jax.jit(sample, donate_argnums=1).lower(jnp.zeros((2, V)), state, jnp.arange(2)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= state.seen.nbytes
+    rows, lots = 64, 50_000
+    compiled = (
+        jax.jit(sample, donate_argnums=1)
+        .lower(jnp.zeros((2, lots)), init_sampler(rows, lots), jnp.arange(2))
+        .compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < rows * lots
