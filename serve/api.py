@@ -33,6 +33,7 @@ from serve.text import TextTokenizer
 
 OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
 _PAGE = Path(__file__).parent / "page.html"
+_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
 def create_app(
@@ -239,9 +240,8 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     async def metrics() -> Response:
         return Response(serving.metrics.expose(), media_type=CONTENT_TYPE)
 
-    if _PAGE.is_file():
-        page = _PAGE.read_text()
+    page = _PAGE.read_text()
 
-        @app.get("/", include_in_schema=False)
-        async def chat_page() -> HTMLResponse:
-            return HTMLResponse(page)
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})

@@ -66,7 +66,14 @@ def test_health_and_version(served):
         assert response.headers["retry-after"] == "1"
 
 
-def test_page_and_documentation(served):
+def test_chat_page_loads_nothing_from_elsewhere(served):
+    response = served.http.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "http://" not in response.text and "https://" not in response.text and " src=" not in response.text
+
+
+def test_documentation_shows_the_bodies(served):
     schema = served.http.get("/openapi.json").json()
     body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"prompt", "max_tokens", "echo", "min_p"} <= body["properties"].keys()
