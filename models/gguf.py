@@ -140,9 +140,11 @@ class GGUFFile:
         types = self.field("tokenizer.ggml.token_type", [1] * len(tokens))
         merges = [tuple(merge.split(" ", 1)) for merge in self.field("tokenizer.ggml.merges")]
         vocab = {token: i for i, token in enumerate(tokens)}
-        backend = Backend(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in ("llama-bpe", "llama3"))
-        )
+        try:
+            bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.startswith("llama"))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise UnsupportedModelError(f"cannot load the tokenizer of {self.path}: {error}") from error
+        backend = Backend(bpe)
         backend.normalizer = normalizers.Sequence([])
         backend.pre_tokenizer = _pre_tokenizer(pre, self.path)
         backend.decoder = decoders.ByteLevel()

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
 from models.params import Params, ParamSpec, map_specs, param_specs
@@ -46,7 +46,7 @@ class AxisRules:
             raise ValueError(f"axes {tuple(axes)} use one mesh axis twice: {tuple(mesh_axes)}")
         return PartitionSpec(*mesh_axes)
 
-    def sharding(self, mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:
         """The NamedSharding of an array whose dimensions have these logical axes."""
         return NamedSharding(mesh, self.spec(axes))
 
@@ -56,13 +56,25 @@ TENSOR_PARALLEL = AxisRules.of(heads="tensor", kv_heads="tensor", mlp="tensor", 
 REPLICATED = AxisRules()
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh, rules: AxisRules = TENSOR_PARALLEL) -> Params:
+def tensor_mesh(size: int) -> Mesh:
+    """A mesh of the first `size` devices with the one axis "tensor", whose shardings XLA propagates (type Auto)."""
+    devices = jax.devices()
+    if not 1 <= size <= len(devices):
+        raise ValueError(f"a mesh of {size} devices was asked for, {len(devices)} are here")
+    return jax.make_mesh((size,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices[:size])
+
+
+def param_shardings(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules = TENSOR_PARALLEL
+) -> Params:
     """The tree of NamedSharding for a model's parameters.
 
     Raises ValueError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
     """
     specs = param_specs(config)
     problems: dict[str, None] = {}  # ordered set: layers repeat
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        problems["the mesh has axes of type Explicit or Manual, expected Auto (see `tensor_mesh`)"] = None
     missing = {axis for _, axis in rules.rules} - set(mesh.axis_names)
     problems |= {f"mesh axis {axis!r} not in mesh {mesh.axis_names}": None for axis in sorted(missing)}
 
@@ -129,7 +141,7 @@ def pad_heads(
     return {**params, "layers": tuple(pad_layer(layer) for layer in params["layers"])}, padded
 
 
-def bytes_per_device(config: ModelConfig, mesh: Mesh, rules: AxisRules, itemsize: int) -> int:
+def bytes_per_device(config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules, itemsize: int) -> int:
     """Bytes of parameters on each device of the mesh."""
     sizes = map_specs(
         lambda spec, sharding: math.prod(sharding.shard_shape(spec.shape)) * itemsize,

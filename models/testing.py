@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from models.attention import DenseCache, cached_attend, init_dense_cache
@@ -52,7 +53,9 @@ def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLik
     params = init_params(config, key, dtype)
     G = config.group_size
     for layer in params["layers"]:
-        layer["qkv"] = layer["qkv"].at[:, :, : G + 1].multiply(2.0)  # scores with a deviation of about 4
+        qkv = np.array(layer["qkv"])
+        qkv[:, :, : G + 1] *= 2  # scores with a deviation of about 4
+        layer["qkv"] = jnp.asarray(qkv)
     return params
 
 

@@ -1,0 +1,128 @@
+"""Logical axes, and heads padded with zeros so that a mesh divides them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from models.attention import dense_attend
+from models.params import map_specs, num_parameters, param_specs
+from models.sharding import (
+    LOGICAL_AXES,
+    REPLICATED,
+    TENSOR_PARALLEL,
+    AxisRules,
+    bytes_per_device,
+    pad_heads,
+    param_shardings,
+    shard_params,
+    tensor_mesh,
+)
+from models.testing import random_params, tiny_config
+from models.transformer import forward
+
+TOKENS = jnp.asarray([9, 50, 200, 7, 7, 130, 61, 8, 255, 31], jnp.int32)
+
+
+def abstract_mesh(size, axis):
+    return AbstractMesh((size,), (axis,), axis_types=(AxisType.Auto,))
+
+
+def logits_of(params, config):
+    positions = jnp.arange(len(TOKENS), dtype=jnp.int32)
+    return jax.jit(lambda p: forward(p, config, TOKENS, positions, dense_attend(positions), None)[0])(params)
+
+
+def test_every_axis_has_a_known_name():
+    axes = {axis for spec in jax.tree.leaves(param_specs(tiny_config())) for axis in spec.axes}
+    assert axes - {None} == set(LOGICAL_AXES)
+
+
+def test_rules_give_partition_specs():
+    rules = AxisRules.of(heads="x", mlp="y")
+    assert rules.spec(("heads", "head_dim", "embed")) == PartitionSpec("x", None, None)
+    assert rules.spec((None, "mlp")) == PartitionSpec(None, "y")
+    assert hash(rules) == hash(AxisRules.of(mlp="y", heads="x"))
+    with pytest.raises(ValueError, match="one mesh axis twice"):
+        AxisRules.of(heads="x", embed="x").spec(("heads", "embed"))
+
+
+def test_one_error_for_all_axes_that_do_not_divide():
+    config = tiny_config(num_heads=9, num_kv_heads=3, intermediate_size=130)
+    mesh = abstract_mesh(4, "tensor")
+    with pytest.raises(ValueError, match=r"heads = 9 .*; mlp = 130 .*; kv_heads = 3 .*pad_heads"):
+        param_shardings(config, mesh, TENSOR_PARALLEL)
+    with pytest.raises(ValueError, match=r"mesh axis 'tensor' not in mesh \('data',\)"):
+        param_shardings(config, abstract_mesh(4, "data"), TENSOR_PARALLEL)
+    explicit = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match="expected Auto"):
+        param_shardings(tiny_config(), explicit, TENSOR_PARALLEL)
+    shardings = param_shardings(config, mesh, REPLICATED)
+    assert all(s.spec == PartitionSpec(*[None] * len(s.spec)) for s in jax.tree.leaves(shardings))
+
+
+def test_bytes_per_device():
+    config = tiny_config()
+    whole = 4 * num_parameters(config)
+    assert bytes_per_device(config, abstract_mesh(4, "tensor"), REPLICATED, 4) == whole
+    norms = (2 * config.num_layers + 1) * config.hidden_size * 4
+    split = bytes_per_device(config, abstract_mesh(4, "tensor"), TENSOR_PARALLEL, 4)
+    assert split == (whole - norms) // 4 + norms
+
+
+def test_padding_nine_over_three_to_twenty_four_over_eight():
+    config = tiny_config(num_heads=9, num_kv_heads=3)
+    params = random_params(config)
+    padded, padded_config = pad_heads(params, config, 24, 8)
+    assert (padded_config.num_heads, padded_config.num_kv_heads, padded_config.group_size) == (24, 8, 3)
+    shapes = map_specs(lambda spec: spec.shape, param_specs(padded_config))
+    assert jax.tree.map(lambda x: x.shape, padded) == shapes
+    # The zeros are added last, so only the blocking of the sums can differ: a few units in the last place.
+    np.testing.assert_allclose(logits_of(padded, padded_config), logits_of(params, config), atol=2e-5)
+
+
+@pytest.mark.parametrize(("K", "G", "new_k", "new_g"), [(1, 1, 1, 3), (3, 2, 4, 3), (2, 2, 2, 2)])
+def test_padding_keeps_the_logits(K, G, new_k, new_g):
+    config = tiny_config(num_heads=K * G, num_kv_heads=K, num_layers=2)
+    params = random_params(config)
+    padded, padded_config = pad_heads(params, config, new_k * new_g, new_k)
+    np.testing.assert_allclose(logits_of(padded, padded_config), logits_of(params, config), atol=2e-5)
+
+
+def test_padding_cannot_remove_heads():
+    config = tiny_config(num_heads=8, num_kv_heads=4)
+    for heads in ((4, 4), (6, 3), (8, 8)):
+        with pytest.raises(ValueError, match="cannot remove heads"):
+            pad_heads(random_params(config), config, *heads)
+    with pytest.raises(ValueError, match="multiple"):
+        pad_heads(random_params(config), config, 9, 4)
+
+
+def check_sharded_logits() -> None:
+    """Run in a process with 8 simulated devices: padded and sharded over 2, 4 and 8, the logits are the same."""
+    config = tiny_config(num_heads=9, num_kv_heads=3)
+    params = random_params(config)
+    expected = np.asarray(logits_of(params, config))
+    padded, padded_config = pad_heads(params, config, 24, 8)
+    for size in (2, 4, 8):
+        sharded = shard_params(padded, tensor_mesh(size), TENSOR_PARALLEL, config=padded_config)
+        qkv = sharded["layers"][0]["qkv"]
+        assert qkv.sharding.shard_shape(qkv.shape) == (64, 8 // size, 5, 16)
+        np.testing.assert_allclose(logits_of(sharded, padded_config), expected, atol=2e-5)
+
+
+def test_sharded_logits_on_simulated_devices():
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(Path(__file__).parent)])
+    code = "import test_param_sharding as t; t.check_sharded_logits(); print('sharded logits agree')"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.strip() == "sharded logits agree", result.stderr[-4000:]
