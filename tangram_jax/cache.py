@@ -8,7 +8,7 @@ last ones, min(window, length) + tail of them, are the most recent positions in 
 The host never reads any of this back: it keeps the same two numbers and counts pages with the plan.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,8 @@ def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
     owners = cache.owners.at[jnp.where(given, pages, cache.num_pages)].add(-1, mode="drop")
     freed = given & (owners[pages] == 0)
     at = jnp.where(freed, cache.num_free + jnp.cumsum(freed) - 1, cache.num_pages)
-    return cache.replace(
+    return replace(
+        cache,
         owners=owners,
         free=cache.free.at[at].set(pages, mode="drop"),
         num_free=cache.num_free + freed.sum(dtype=jnp.int32),
@@ -136,13 +137,13 @@ def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
     pages = cache.free[cache.num_free - jnp.cumsum(wanted)]
     owners = cache.owners.at[jnp.where(wanted, pages, cache.num_pages)].set(1, mode="drop")
     taken = wanted.sum(dtype=jnp.int32)
-    return cache.replace(owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
+    return replace(cache, owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
 
 
 def _columns(plan: CachePlan, cache: Cache, tokens: jax.Array, tail: jax.Array) -> jax.Array:
     """bool[R]: the columns that plan.group_pages(tokens, tail) pages of each group fill."""
     needed = jnp.minimum(plan.group_pages(tokens, tail), np.asarray(cache.layout.capacity, np.int32))
-    return cache.layout.index < needed[cache.layout.group]
+    return jnp.asarray(cache.layout.index) < needed[cache.layout.group]
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -154,7 +155,7 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
     wanted = _columns(plan, cache, tokens, tail)
     pages = cache.table[row]
     cache, fresh = _take_pages(cache, wanted & (pages == NO_PAGE))
-    return cache.replace(table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
+    return replace(cache, table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -163,7 +164,7 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
     pages = cache.table[row]
     given = (pages != NO_PAGE) & ~_columns(plan, cache, tokens, tail)
     cache = _return_pages(cache, pages, given)
-    return cache.replace(table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
+    return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -172,7 +173,8 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
     del plan
     pages = cache.table[row]
     cache = _return_pages(cache, pages, pages != NO_PAGE)
-    return cache.replace(
+    return replace(
+        cache,
         table=cache.table.at[row].set(NO_PAGE),
         tokens=cache.tokens.at[row].set(0),
         tail=cache.tail.at[row].set(0),
@@ -192,7 +194,8 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     full = plan.locked(cache.tokens[src]) // size  # [M] shareable pages
     shared = held & (layout.index < full[layout.group])
     cache, fresh = _take_pages(cache, held & ~shared)
-    cache = cache.replace(
+    cache = replace(
+        cache,
         owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),
         table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
         tokens=cache.tokens.at[dst].set(cache.tokens[src]),
@@ -205,7 +208,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     column = jnp.where(inside, layout.first[:, None] + column, 0).reshape(-1)
     target = jnp.where(inside.reshape(-1) & (fresh[column] != NO_PAGE), fresh[column], cache.num_pages)
     pool = cache.pool.at[target].set(cache.pool[pages[column]], mode="drop")
-    return cache.replace(pool=pool)
+    return replace(cache, pool=pool)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -216,4 +219,4 @@ def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) ->
     least as many tokens as it had been compressed at.
     """
     del plan
-    return cache.replace(tail=cache.tail.at[row].add(-count))
+    return replace(cache, tail=cache.tail.at[row].add(-count))

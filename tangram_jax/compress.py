@@ -5,6 +5,7 @@ Of these each head locks its own best, as many as the plan's law adds, and keeps
 them. All heads of all layers are done at once, after the forward pass, which only read the pool.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class Candidates(NamedTuple):
 
     row: jax.Array  # i32[]
     before: jax.Array  # i32[]: tokens of the row before the chunk, p0
-    count: jax.Array  # i32[]: valid tokens of the chunk
+    valid_tokens: jax.Array  # i32[]: of the chunk
     positions: jax.Array  # i32[C], true positions
     valid: jax.Array  # bool[M, C]: exists, in each group
 
@@ -64,7 +65,7 @@ def keep(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array, kv:
     """
     size, layout = plan.page_size, cache.layout
     row, slots = what.row, what.positions.shape[0]
-    after = what.before + what.count
+    after = what.before + what.valid_tokens
     locked_before = plan.locked(cache.tokens[row])  # [M]
     locked_after, length = plan.locked(after), plan.lengths(after)
     adds = jnp.maximum(locked_after - locked_before, 0)
@@ -103,7 +104,8 @@ def keep(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array, kv:
         target = jnp.where(touched, number, cache.num_pages)
         pool = cache.pool.at[target].set(fresh.astype(cache.pool.dtype), mode="drop")
 
-    return cache.replace(
+    return replace(
+        cache,
         pool=pool,
         tokens=cache.tokens.at[row].set(after),
         tail=cache.tail.at[row].set(0),

@@ -4,6 +4,7 @@ Both are one function, `step`, over flat tokens: a chunk of one request and one 
 the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,18 +23,18 @@ from tangram_jax.scorers import ScoreInputs, Scorer
 
 
 class Chunk(NamedTuple):
-    """The next tokens of one row."""
+    """The next tokens of one row. Arrays of the host or the device."""
 
-    row: jax.Array  # i32[]
-    tokens: jax.Array  # i32[T], padded
-    count: jax.Array  # i32[]: how many are valid, at least 1
+    row: Any  # i32[]
+    tokens: Any  # i32[T], padded
+    valid: Any  # i32[]: how many are, at least 1
 
 
 class Decode(NamedTuple):
     """One new token for each of several rows."""
 
-    rows: jax.Array  # i32[B]; a number of no row is an empty slot
-    tokens: jax.Array  # i32[B]
+    rows: Any  # i32[B]; a number of no row is an empty slot
+    tokens: Any  # i32[B]
 
 
 def step(
@@ -54,14 +55,8 @@ def step(
     """
     tokens, positions, logits_at = _flatten(cache, chunk, decode, all_logits)
     size = 0 if chunk is None else chunk.tokens.shape[0]
-    shared = _chunk_state(plan, cache, chunk) if chunk else None
-    lengths = table = None
-    if decode:
-        there = decode.rows < cache.num_rows
-        table = cache.table.at[decode.rows].get(mode="fill", fill_value=NO_PAGE)
-        held = plan.lengths(cache.tokens.at[decode.rows].get(mode="fill", fill_value=0))
-        held = held + cache.tail.at[decode.rows].get(mode="fill", fill_value=0)[:, None]
-        lengths = jnp.where(there[:, None], held, 0)  # [B, M]
+    before = _chunk_state(plan, cache, chunk) if chunk else None
+    slots = _decode_state(plan, cache, decode) if decode else None
 
     kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
     scores: list[jax.Array] = []  # per layer: [K, C]
@@ -72,15 +67,14 @@ def step(
         first = cache.layout.first[group]
         q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
         out = []
-        if chunk:
-            assert shared is not None
-            pages = LayerPages(cache.pool, shared.table[None], shared.lengths[None, group], first, column)
+        if before:
+            pages = LayerPages(cache.pool, before.table[None], before.lengths[None, group], first, column)
             attended, lse = chunk_attention(q[:size], k[:size], v[:size], pages, config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
-                scores.append(_score(config, scorer, shared, layer, plan, q[:size], k[:size], v[:size], lse))
-        if decode:
-            pages = LayerPages(cache.pool, table, lengths[:, group], first, column)
+                scores.append(_score(config, scorer, before, layer, plan, q[:size], k[:size], v[:size], lse))
+        if slots:
+            pages = LayerPages(cache.pool, slots.table, slots.lengths[:, group], first, column)
             out.append(decode_attention(q[size:], k[size:], v[size:], pages, config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
@@ -89,15 +83,14 @@ def step(
     keys, values = (jnp.stack([pair[i] for pair in kept]) for i in (0, 1))  # [L, T + B, K, D]
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     keys, values, logits = lax.optimization_barrier((keys, values, logits))
-    if chunk:
-        assert shared is not None
+    if before:
         with jax.named_scope("keep"):
             grouped = [_by_group(plan, x[:, :size].swapaxes(1, 2)) for x in (keys, values)]  # [M, Hp, T, D]
-            kv = jnp.concatenate([shared.tail_kv, jnp.stack(grouped).astype(shared.tail_kv.dtype)], axis=3)
-            cache = keep(plan, cache, shared.what, _by_group(plan, jnp.stack(scores)), kv)
-    if decode:
+            kv = jnp.concatenate([before.tail_kv, jnp.stack(grouped).astype(before.tail_kv.dtype)], axis=3)
+            cache = keep(plan, cache, before.what, _by_group(plan, jnp.stack(scores)), kv)
+    if slots:
         with jax.named_scope("append"):
-            cache = _append(plan, cache, decode, table, lengths, keys[:, size:], values[:, size:])
+            cache = _append(plan, cache, slots, keys[:, size:], values[:, size:])
     return logits, cache
 
 
@@ -149,9 +142,26 @@ class _ChunkState(NamedTuple):
     queries: jax.Array  # i32[T], positions
 
 
+class _DecodeState(NamedTuple):
+    rows: Any  # i32[B]
+    table: jax.Array  # i32[B, R]
+    lengths: jax.Array  # i32[B, M], 0 in an empty slot
+
+
+def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> _DecodeState:
+    tokens = cache.tokens.at[decode.rows].get(mode="fill", fill_value=0)
+    tail = cache.tail.at[decode.rows].get(mode="fill", fill_value=0)
+    there = (decode.rows < cache.num_rows)[:, None]
+    return _DecodeState(
+        rows=decode.rows,
+        table=cache.table.at[decode.rows].get(mode="fill", fill_value=NO_PAGE),
+        lengths=jnp.where(there, plan.lengths(tokens) + tail[:, None], 0),
+    )
+
+
 def _chunk_state(plan: CachePlan, cache: Cache, chunk: Chunk) -> _ChunkState:
     size = chunk.tokens.shape[0]
-    what = candidates(plan, cache, chunk.row, size, chunk.count)
+    what = candidates(plan, cache, chunk.row, size, chunk.valid)
     return _ChunkState(
         table=cache.table[chunk.row],
         lengths=plan.lengths(cache.tokens[chunk.row]) + cache.tail[chunk.row],
@@ -172,7 +182,7 @@ def _flatten(
         size = chunk.tokens.shape[0]
         tokens.append(chunk.tokens)
         positions.append(before[chunk.row] + np.arange(size))
-        logits_at.append(np.arange(size) if all_logits else jnp.asarray(chunk.count - 1)[None])
+        logits_at.append(np.arange(size) if all_logits else jnp.asarray(chunk.valid - 1)[None])
     if decode:
         tokens.append(decode.tokens)
         positions.append(before.at[decode.rows].get(mode="fill", fill_value=0))
@@ -185,7 +195,7 @@ def _flatten(
 def _score(
     config: ModelConfig,
     scorer: Scorer,
-    shared: _ChunkState,
+    before: _ChunkState,
     layer: int,
     plan: CachePlan,
     q: jax.Array,
@@ -196,7 +206,7 @@ def _score(
     """Scores f32[K, C] of one layer's candidates."""
     size = q.shape[0]
     group, column = plan.group_of[layer], plan.column_of[layer]
-    tail = shared.tail_kv[:, group, column]  # [2, K, W, D]
+    tail = before.tail_kv[:, group, column]  # [2, K, W, D]
     joined = [
         jnp.concatenate([t.astype(x.dtype), x.swapaxes(0, 1)], axis=1)
         for t, x in zip(tail, (k, v), strict=True)
@@ -204,13 +214,13 @@ def _score(
     return scorer.score(
         ScoreInputs(
             q=q.reshape(size, config.num_heads, config.head_dim),
-            q_positions=shared.queries,
-            num_valid=shared.what.count,
+            q_positions=before.queries,
+            num_valid=before.what.valid_tokens,
             lse=lse.reshape(size, config.num_heads),
             k=joined[0],
             v=joined[1],
-            positions=shared.what.positions,
-            valid=shared.what.valid[group],
+            positions=before.what.positions,
+            valid=before.what.valid[group],
             scale=config.attention_scale,
             inv_freq=rope_frequencies(config),
         )
@@ -222,21 +232,14 @@ def _by_group(plan: CachePlan, x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])[np.maximum(plan.head_at, 0)]
 
 
-def _append(
-    plan: CachePlan,
-    cache: Cache,
-    decode: Decode,
-    table: jax.Array,
-    lengths: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-) -> Cache:
-    """Write one token of every layer into its row's pages and count it. keys, values [L, B, K, D]; lengths [B, M]."""
+def _append(plan: CachePlan, cache: Cache, slots: _DecodeState, keys: jax.Array, values: jax.Array) -> Cache:
+    """Write one token of every layer into its row's pages and count it. keys, values [L, B, K, D]."""
     layout, size = cache.layout, plan.page_size
+    rows, table, lengths = slots
     index = lengths // size
     inside = index < np.asarray(layout.capacity)
     number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
-    there = inside & (number != NO_PAGE) & (decode.rows < cache.num_rows)[:, None]
+    there = inside & (number != NO_PAGE) & (rows < cache.num_rows)[:, None]
     kv = jnp.stack([_by_group(plan, x.swapaxes(1, 2)) for x in (keys, values)])  # [2, M, Hp, B, D]
     # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
     at = jnp.where(there, number, cache.num_pages).T[None, :, None]  # [1, M, 1, B]
@@ -245,4 +248,4 @@ def _append(
     pool = cache.pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
         kv.astype(cache.pool.dtype), mode="drop"
     )
-    return cache.replace(pool=pool, tail=cache.tail.at[decode.rows].add(1, mode="drop"))
+    return replace(cache, pool=pool, tail=cache.tail.at[rows].add(1, mode="drop"))

@@ -1,0 +1,291 @@
+"""The batching loop: one thread that owns the cache, dispatching step n+1 before it reads the tokens of step n."""
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from serve.request import (
+    EngineStats,
+    EngineUnavailable,
+    FinishReason,
+    GenerationRequest,
+    OutputCallback,
+    PromptLogprob,
+    TokenOutput,
+)
+from serve.runner import Handles, Runner
+from serve.scheduler import Limits, Scheduler
+from serve.sequence import ChunkWork, Phase, Sequence
+
+PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
+
+log = logging.getLogger("tangram.engine")
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    handles: Handles
+    chunk: ChunkWork | None
+
+
+class Engine:
+    """Implements EngineProtocol. `start` compiles, then serves from its own thread until `stop`."""
+
+    def __init__(
+        self, runner: Runner, limits: Limits, *, num_pages: int, max_waiting: int = 4096, seed: int = 0
+    ) -> None:
+        self._runner, self._limits, self._num_pages = runner, limits, num_pages
+        self._max_waiting = max_waiting
+        self._random = random.Random(seed)
+        self._scheduler = Scheduler(runner.plan, limits, num_pages, runner)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ready = False
+        self._arrivals = 0
+        self._totals = {"steps": 0, "prompt": 0, "generated": 0}
+        self._stats = EngineStats(pages_total=num_pages)
+        self._page_bytes = runner.cache.pool.nbytes // max(1, num_pages)
+
+    # The side of the HTTP layer: any thread
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.config.vocab_size
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and self._thread is not None and self._thread.is_alive()
+
+    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+        """See EngineProtocol."""
+        if not self.ready or self._stopping:
+            raise EngineUnavailable("the engine is not running")
+        if len(self._sequences) >= self._max_waiting:
+            raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
+        self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens)
+        self._tell(lambda: self._add(request, on_output))
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """See EngineProtocol. Ending one choice keeps its row for the next turn, ending the request does not."""
+        self._tell(lambda: self._abort(request_id, choice))
+
+    def stats(self) -> EngineStats:
+        """The snapshot of the last step."""
+        return self._stats
+
+    def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile every program, then run the loop in a thread. Blocks while compiling."""
+        began = time.perf_counter()
+        for name in self._runner.warm_up():
+            if progress:
+                progress(name)
+        log.info("Compiled all programs in %.1f s", time.perf_counter() - began)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ready = True
+        self._thread.start()
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """End the loop; what still runs ends with "abort"."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread:
+            self._thread.join(timeout)
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with self._wake:
+                while not (self._commands or self._under_way or self._busy or self._stopping):
+                    self._wake.wait()
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            try:
+                self.step()
+            except Exception as error:
+                self._recover(error)
+        for sequences in list(self._sequences.values()):
+            for sequence in sequences:
+                self._emit(sequence, TokenOutput(choice=sequence.choice, finish_reason="abort"))
+        self._sequences.clear()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def step(self) -> None:
+        """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do)."""
+        work = self._scheduler.schedule()
+        if work:
+            handles = self._runner.run(work)
+            self._scheduler.after_dispatch(work)
+            self._under_way.append(_UnderWay(handles, work.chunk))
+            self._totals["steps"] += 1
+            if work.chunk:
+                self._totals["prompt"] += len(work.chunk.tokens)
+        if self._under_way and (not work or len(self._under_way) >= PIPELINE):
+            self._read(self._under_way.popleft())
+        self._update_stats()
+
+    def _recover(self, error: Exception) -> None:
+        """A step failed on the device: everything in the cache is lost, the engine is not."""
+        log.exception("A step failed; all running requests end with an error")
+        self._under_way.clear()
+        message = f"the engine failed while running this request: {type(error).__name__}"
+        for sequences in list(self._sequences.values()):
+            for sequence in sequences:
+                self._emit(
+                    sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=message)
+                )
+        self._sequences.clear()
+        self._runner.reset()
+        self._scheduler = Scheduler(self._runner.plan, self._limits, self._num_pages, self._runner)
+
+    def _add(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+        if request.request_id in self._sequences:
+            on_output(TokenOutput(finish_reason="error", error=f"request id {request.request_id} is in use"))
+            return
+        base = request.sampling.seed
+        first: Sequence | None = None
+        made = []
+        for choice in range(request.n):
+            seed = self._random.getrandbits(63) if base is None else base + choice
+            self._arrivals += 1
+            sequence = Sequence(request, choice, on_output, seed, self._arrivals, parent=first)
+            first = first or sequence
+            made.append(sequence)
+            self._scheduler.add(sequence)
+        self._sequences[request.request_id] = made
+
+    def _abort(self, request_id: str, choice: int | None) -> None:
+        for sequence in list(self._sequences.get(request_id, ())):
+            if choice is None or sequence.choice == choice:
+                sequence.keep = choice is not None
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._scheduler.end(sequence)
+        alive = self._sequences.get(sequence.request.request_id, [])
+        if sequence in alive:
+            alive.remove(sequence)
+        if not alive:
+            self._sequences.pop(sequence.request.request_id, None)
+
+    # Results
+
+    def _read(self, done: _UnderWay) -> None:
+        handles = done.handles
+        if handles.prompt and done.chunk:
+            self._note_prompt(done.chunk, handles)
+        if handles.tokens is None:
+            return
+        tokens = np.asarray(handles.tokens)
+        wants = any(s and s.sampling.logprobs is not None for s in handles.sequences)
+        logprobs = top_ids = tops = None
+        if wants and handles.logprobs is not None:
+            logprobs, top_ids, tops = map(
+                np.asarray, (handles.logprobs, handles.top_ids, handles.top_logprobs)
+            )
+        for i, sequence in enumerate(handles.sequences):
+            if sequence is None:
+                continue
+            sequence.in_flight -= 1
+            token = int(tokens[i])
+            if sequence.phase is Phase.CLOSING:
+                sequence.tokens.append(token)
+                self._scheduler.close(sequence)
+                continue
+            if sequence.phase is Phase.ENDED:
+                continue
+            sequence.tokens.append(token)
+            self._totals["generated"] += 1
+            output = TokenOutput(choice=sequence.choice, token_id=token)
+            count = sequence.sampling.logprobs
+            if count is not None and logprobs is not None and top_ids is not None and tops is not None:
+                output.logprob = float(logprobs[i])
+                output.top_logprobs = list(
+                    zip(top_ids[i, :count].tolist(), tops[i, :count].tolist(), strict=True)
+                )
+            output.finish_reason = self._finish_reason(sequence, token)
+            if output.finish_reason:
+                self._end(sequence)
+            self._emit(sequence, output)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.sampling
+        made = len(sequence.tokens) - sequence.prompt_length
+        if made >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop"
+            if not params.ignore_eos and token in self._runner.config.eos_token_ids:
+                return "stop"
+        return "length" if made >= params.max_tokens else None
+
+    def _note_prompt(self, chunk: ChunkWork, handles: Handles) -> None:
+        """Put a chunk's prompt log-probabilities in their places; the first token has none."""
+        sequence, scores = chunk.sequence, handles.prompt
+        assert scores is not None and sequence.prompt_logprobs is not None
+        count = sequence.sampling.prompt_logprobs or 0
+        logprobs, ids, tops = (np.asarray(x) for x in (scores.logprobs, scores.top_ids, scores.top_logprobs))
+        for i in range(len(chunk.tokens)):
+            at = chunk.start + i + 1
+            if at < sequence.prompt_length:
+                pairs = list(zip(ids[i, :count].tolist(), tops[i, :count].tolist(), strict=True))
+                sequence.prompt_logprobs[at] = PromptLogprob(float(logprobs[i]), pairs)
+
+    def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
+        if not sequence.announced:
+            sequence.announced = True
+            output.cached_tokens = sequence.cached_tokens
+            output.prompt_logprobs = sequence.prompt_logprobs
+        try:
+            sequence.on_output(output)
+        except Exception:  # a listener that is gone must not stop the others
+            log.exception("The receiver of request %s failed", sequence.request.request_id)
+
+    def _update_stats(self) -> None:
+        scheduler, plan = self._scheduler, self._runner.plan
+        states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
+        full = sum(s.cached for s in states) * plan.group_of.size
+        held = sum(plan.entries(s.compressed) + s.tail * plan.group_of.size for s in states)
+        self._stats = EngineStats(
+            requests_running=len(scheduler.running),
+            requests_waiting=len(scheduler.waiting),
+            pages_used=scheduler.pages.used,
+            pages_total=scheduler.pages.total,
+            page_bytes=self._page_bytes,
+            stored_sessions=len(scheduler.sessions),
+            pages_stored=scheduler.sessions.pages,
+            prompt_tokens_total=self._totals["prompt"],
+            generation_tokens_total=self._totals["generated"],
+            prefix_query_tokens_total=scheduler.prefix_queries,
+            prefix_hit_tokens_total=scheduler.prefix_hits,
+            preemptions_total=scheduler.preemptions,
+            tail_compressions_total=scheduler.tail_compressions,
+            steps_total=self._totals["steps"],
+            compilations_after_warmup=self._runner.compilations,
+            retention_target=plan.profile.retention,
+            retention_reached=held / full if full else None,
+        )

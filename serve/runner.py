@@ -1,0 +1,310 @@
+"""The device side of the engine: weights, cache and sampler, and the few compiled programs that run on them.
+
+Every shape comes from a small set of buckets and all programs are compiled at start-up. Nothing here reads a result:
+`run` returns handles, so the engine can dispatch a step before it has seen the tokens of the one before.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.config import ModelConfig
+from serve.sequence import Sequence, Work
+from tangram_jax import cache as tables
+from tangram_jax import sampling
+from tangram_jax.cache import Cache, init_cache
+from tangram_jax.plan import CachePlan
+from tangram_jax.sampling import FULL, GREEDY, SamplerState, Variant
+from tangram_jax.scorers import Scorer
+from tangram_jax.step import Chunk, Decode, step
+
+TOP_LOGPROBS = 20
+VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+log = logging.getLogger("tangram.engine")
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes that exist."""
+
+    chunks: tuple[int, ...]  # token slots of a chunk, ascending
+    mixed_chunks: tuple[int, ...]  # those that run beside decode tokens
+    batches: tuple[int, ...]  # decode slots, ascending
+    prompt_logprobs: int  # token slots of a chunk whose every token is scored
+
+    def chunk(self, count: int, mixed: bool) -> int:
+        return next(c for c in (self.mixed_chunks if mixed else self.chunks) if c >= count)
+
+    def batch(self, count: int) -> int:
+        return next(b for b in self.batches if b >= count)
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probabilities of the tokens after each of a chunk's: handles, see `Handles`."""
+
+    logprobs: jax.Array  # f32[T]
+    top_ids: jax.Array  # i32[T, TOP_LOGPROBS]
+    top_logprobs: jax.Array  # f32[T, TOP_LOGPROBS]
+
+
+@dataclass(frozen=True)
+class Handles:
+    """Results under way on the device; row i belongs to sequence i, None where the sample means nothing."""
+
+    sequences: list[Sequence | None]
+    tokens: jax.Array | None
+    logprobs: jax.Array | None = None
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+    prompt: PromptScores | None = None
+
+
+class Runner:
+    """Implements RowOperations for the scheduler and runs its work."""
+
+    def __init__(
+        self,
+        params: Any,
+        config: ModelConfig,
+        plan: CachePlan,
+        scorer: Scorer,
+        buckets: Buckets,
+        *,
+        num_pages: int,
+        num_rows: int,
+        max_model_len: int,
+        max_tail: int,
+        cache_dtype: Any = jnp.float32,
+    ) -> None:
+        self.params, self.config, self.plan, self.buckets = params, config, plan, buckets
+        self._scorer = scorer
+        self._new_cache = partial(
+            init_cache,
+            plan,
+            config,
+            num_pages=num_pages,
+            max_requests=num_rows,
+            max_tokens=max_model_len,
+            max_tail=max_tail,
+            dtype=cache_dtype,
+        )
+        self.num_rows = num_rows
+        self.cache: Cache
+        self.sampler: SamplerState
+        self.compilations = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+        self._step = jax.jit(self._step_program, static_argnames="all_logits", donate_argnums=1)
+        self._sample = jax.jit(sampling.sample, static_argnames="variant", donate_argnums=1)
+        self.reset()
+
+    def _count_compilation(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        if event == COMPILE_EVENT:
+            self.compilations += 1
+
+    def reset(self) -> None:
+        """Forget every row: an empty cache and sampler."""
+        self.cache = self._new_cache()
+        self.sampler = sampling.init_sampler(self.num_rows, self.config.vocab_size)
+
+    # Programs
+
+    def _step_program(
+        self,
+        params: Any,
+        cache: Cache,
+        sampler_ints: jax.Array,
+        chunk: Chunk | None,
+        rows: jax.Array | None,
+        next_tokens: jax.Array | None,
+        *,
+        all_logits: bool = False,
+    ) -> tuple[jax.Array, Cache, tuple[jax.Array, ...] | None]:
+        last = sampling.Ints.LAST_TOKEN
+        decode = None
+        if rows is not None:
+            decode = Decode(rows, sampler_ints.at[rows, last].get(mode="fill", fill_value=0))
+        logits, cache = step(
+            params, self.config, self.plan, self._scorer, cache, chunk, decode, all_logits=all_logits
+        )
+        if not all_logits:
+            return logits, cache, None
+        assert chunk is not None and next_tokens is not None
+        scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
+        return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores
+
+    def run(self, work: Work) -> Handles:
+        """Dispatch one step and the sampling of its tokens."""
+        chunk = rows = following = None
+        all_logits = False
+        sequences: list[Sequence | None] = []
+        sample_rows: list[int] = []
+        if work.chunk:
+            sequence, count = work.chunk.sequence, len(work.chunk.tokens)
+            assert sequence.state is not None
+            all_logits = work.chunk.next_tokens is not None
+            size = (
+                self.buckets.prompt_logprobs if all_logits else self.buckets.chunk(count, bool(work.decode))
+            )
+            chunk = Chunk(np.int32(sequence.state.row), _pad(work.chunk.tokens, size), np.int32(count))
+            if all_logits:
+                following = _pad(work.chunk.next_tokens, size)
+            sequences.append(sequence if work.chunk.last else None)
+            sample_rows.append(sequence.state.row if work.chunk.last else self.num_rows)
+        if work.decode:
+            slots = self.buckets.batches[-1] if work.chunk else self.buckets.batch(len(work.decode))
+            ids = [s.state.row for s in work.decode if s.state is not None]
+            rows = np.full(slots, self.num_rows, np.int32)
+            rows[: len(ids)] = ids
+            sequences += work.decode
+            sample_rows += rows.tolist()
+        logits, self.cache, scores = self._step(
+            self.params, self.cache, self.sampler.ints, chunk, rows, following, all_logits=all_logits
+        )
+        prompt = PromptScores(*scores) if scores else None
+        variant = self._variant([s for s in sequences if s])
+        if not any(sequences):
+            return Handles([], None, prompt=prompt)
+        tokens, logprobs, ids_, tops, self.sampler = self._sample(
+            logits, self.sampler, np.asarray(sample_rows, np.int32), variant=variant
+        )
+        return Handles(sequences, tokens, logprobs, ids_, tops, prompt)
+
+    @staticmethod
+    def _variant(sequences: list[Sequence]) -> Variant:
+        if any(s.sampling.logprobs is not None for s in sequences):
+            return VARIANTS[2]
+        plain = (s.sampling for s in sequences)
+        greedy = all(
+            p.greedy
+            and p.repetition_penalty == 1.0
+            and p.presence_penalty == 0.0
+            and p.frequency_penalty == 0.0
+            for p in plain
+        )
+        return GREEDY if greedy else FULL
+
+    # RowOperations
+
+    def reserve(self, row: int, tokens: int, tail: int) -> None:
+        self.cache = tables.reserve(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
+
+    def trim(self, row: int, tokens: int, tail: int) -> None:
+        self.cache = tables.trim(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
+
+    def rollback(self, row: int, count: int) -> None:
+        self.cache = tables.rollback(self.plan, self.cache, np.int32(row), np.int32(count))
+
+    def fork(self, src: int, dst: int) -> None:
+        self.cache = tables.fork(self.plan, self.cache, np.int32(src), np.int32(dst))
+
+    def release(self, row: int) -> None:
+        self.cache = tables.release(self.plan, self.cache, np.int32(row))
+
+    def start(self, sequence: Sequence) -> None:
+        assert sequence.state is not None
+        p, row = sequence.sampling, np.int32(sequence.state.row)
+        stops = {*p.stop_token_ids} if p.ignore_eos else {*p.stop_token_ids, *self.config.eos_token_ids}
+        params = sampling.row_params(
+            seed=sequence.seed,
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            repetition_penalty=p.repetition_penalty,
+            min_tokens=p.min_tokens,
+            stop_ids=sorted(stops),
+            num_generated=sequence.generated,
+            last_token=sequence.tokens[-1],
+        )
+        self.sampler = sampling.set_row(self.sampler, row, params)
+        # Whole, not chunk by chunk: part of it may never be prefilled here (a stored session, a preemption before).
+        if p.repetition_penalty != 1.0:
+            self._mark(sampling.mark_prompt, row, sequence.tokens[: sequence.prompt_length])
+        if sequence.generated and (p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty):
+            self._mark(sampling.mark_output, row, sequence.tokens[sequence.prompt_length :])
+
+    def _mark(self, mark: Any, row: np.int32, tokens: list[int]) -> None:
+        size = self.buckets.chunks[-1]
+        for part in itertools.batched(tokens, size):
+            self.sampler = mark(
+                self.sampler, row, _pad(np.asarray(part, np.int32), size), np.int32(len(part))
+            )
+
+    # Warm-up
+
+    def warm_up(self) -> Iterator[str]:
+        """Compile everything that can run, yielding what comes next; the cache is empty again at the end."""
+        for name, call in self._programs():
+            yield name
+            jax.block_until_ready(call())
+        yield "reset"
+        self.reset()
+        jax.block_until_ready((self.cache.pool, self.sampler.seen))
+        self.compilations = 0
+
+    def _programs(self) -> Iterator[tuple[str, Any]]:
+        yield "page tables", self._warm_tables
+        b = self.buckets
+        shapes: list[tuple[int | None, int | None, bool]] = [(c, None, False) for c in b.chunks]
+        shapes += [(c, b.batches[-1], False) for c in b.mixed_chunks]
+        shapes += [(None, n, False) for n in b.batches]
+        shapes += [(b.prompt_logprobs, None, True)]
+        for size, slots, all_logits in shapes:
+            name = " + ".join(
+                ([f"chunk of {size}"] if size else [])
+                + ([f"{slots} decode slots"] if slots else [])
+                + (["prompt logprobs"] if all_logits else [])
+            )
+            yield name, partial(self._warm_step, size, slots, all_logits)
+        for count in sorted({1, *b.batches, 1 + b.batches[-1]}):
+            for variant in VARIANTS:
+                yield f"sampling of {count}", partial(self._warm_sample, count, variant)
+
+    def _warm_tables(self) -> Any:
+        self.reserve(0, 1, 0)
+        self.fork(0, 1 % self.num_rows)
+        self.rollback(0, 0)
+        self.trim(0, 0, 0)
+        self.release(0)
+        self.release(1 % self.num_rows)
+        size = self.buckets.chunks[-1]
+        params = sampling.row_params(seed=0)
+        self.sampler = sampling.set_row(self.sampler, np.int32(0), params)
+        for mark in (sampling.mark_prompt, sampling.mark_output):
+            self.sampler = mark(self.sampler, np.int32(0), np.zeros(size, np.int32), np.int32(0))
+        return self.cache.table, self.sampler.seen
+
+    def _warm_step(self, size: int | None, slots: int | None, all_logits: bool) -> Any:
+        chunk = None if size is None else Chunk(np.int32(0), np.zeros(size, np.int32), np.int32(1))
+        rows = None if slots is None else np.full(slots, self.num_rows, np.int32)
+        following = np.zeros(size, np.int32) if all_logits and size else None
+        logits, self.cache, _ = self._step(
+            self.params, self.cache, self.sampler.ints, chunk, rows, following, all_logits=all_logits
+        )
+        return logits
+
+    def _warm_sample(self, count: int, variant: Variant) -> Any:
+        logits = jnp.zeros((count, self.config.vocab_size), jnp.float32)
+        rows = np.full(count, self.num_rows, np.int32)
+        tokens, _, _, _, self.sampler = self._sample(logits, self.sampler, rows, variant=variant)
+        return tokens
+
+
+def _pad(tokens: np.ndarray | None, size: int) -> np.ndarray:
+    assert tokens is not None
+    out = np.zeros(size, np.int32)
+    out[: len(tokens)] = tokens
+    return out

@@ -1,0 +1,331 @@
+"""Which sequences run in the next step: exact page counts, first come first served, nothing over-allocated.
+
+The scheduler decides in plain numbers and tells the device what to do with rows through `RowOperations`; it never
+touches a tensor. A sequence is in one of two states, by how many of its tokens are not in the cache yet: one means
+decode, more means a chunk. So the first prefill, a continued conversation, the compression of a long tail and the way
+back from preemption are the same thing.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from serve.pages import PageBook
+from serve.request import RequestRejected
+from serve.sequence import ChunkWork, Phase, RowState, Sequence, Work
+from serve.sessions import ReachBack, SessionStore, StoredSession
+from tangram_jax.plan import CachePlan
+
+ROOM = 64  # tail tokens that are reserved at a time
+
+
+class RowOperations(Protocol):
+    """What the scheduler asks of the device, in order; each mirrors a function of tangram_jax.cache."""
+
+    def reserve(self, row: int, tokens: int, tail: int) -> None: ...
+    def trim(self, row: int, tokens: int, tail: int) -> None: ...
+    def rollback(self, row: int, count: int) -> None: ...
+    def fork(self, src: int, dst: int) -> None: ...
+    def release(self, row: int) -> None: ...
+    def start(self, sequence: Sequence) -> None:
+        """The sequence has a row: set its sampling parameters."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_running: int
+    max_stored: int
+    max_model_len: int
+    max_tail: int  # tail tokens after which a generation is compressed
+    max_chunk: int  # tokens of a chunk
+    max_chunk_beside_decode: int  # the same while others decode, so that their streams go on
+    prompt_logprob_chunk: int
+
+
+class Scheduler:
+    """Owns rows, pages, waiting and running sequences, and stored sessions."""
+
+    def __init__(self, plan: CachePlan, limits: Limits, num_pages: int, device: RowOperations) -> None:
+        self.plan, self.limits, self._device = plan, limits, device
+        self.pages = PageBook(num_pages, plan.num_groups)
+        self.sessions = SessionStore(limits.max_stored)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.tail_compressions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._reach_back = ReachBack(plan)
+        self._free_rows = list(range(limits.max_running + limits.max_stored))[::-1]
+
+    # Admission
+
+    def check(self, prompt_length: int, max_tokens: int) -> None:
+        """Raises RequestRejected for what could never run, even alone."""
+        total = prompt_length + max_tokens
+        if total > self.limits.max_model_len:
+            raise RequestRejected(
+                f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the maximum of "
+                f"{self.limits.max_model_len} tokens: shorten the prompt or lower max_tokens"
+            )
+        entries = np.minimum(self.plan.lengths(total) + self.limits.max_tail, total)
+        need = int((-(-entries // self.plan.page_size)).sum())
+        if need > self.pages.total:
+            raise RequestRejected(
+                f"a request of {total} tokens can take {need} KV pages, the pool has {self.pages.total}: shorten it, "
+                "or start the server with more KV memory or a lower retention"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Work | None:
+        """The next step, with all its pages reserved; None when nothing can run now."""
+        self._admit()
+        decode = [s for s in list(self.running) if self._ready_to_decode(s) and self._make_room(s)]
+        chunk = self._next_chunk(bool(decode))
+        decode = [s for s in decode if s.state is not None]  # others may have preempted it since
+        if chunk and chunk.next_tokens is not None:
+            decode = []  # the program that scores a prompt has no place for others; they go on in the next step
+        for sequence in decode:
+            assert sequence.state is not None
+            sequence.state.tail += 1
+            sequence.in_flight += 1
+        return Work(chunk, decode) if chunk or decode else None
+
+    def _wanted(self, tokens: int, tail: int) -> np.ndarray:
+        return self.plan.group_pages(tokens, tail).astype(np.int64)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.limits.max_running:
+            sequence = self.waiting[0]
+            if sequence.in_flight:  # preempted, with a token still to be read
+                return
+            forked = self._fork_parent(sequence)
+            if not forked and not self._give_row(sequence):
+                return
+            self.waiting.popleft()
+            sequence.phase = Phase.RUNNING
+            self.running.append(sequence)
+            self._device.start(sequence)
+
+    def _give_row(self, sequence: Sequence) -> bool:
+        """A row with pages for all tokens so far: a stored one that they extend, or an empty one."""
+        parent = sequence.parent
+        if parent is not None and parent.phase in (Phase.WAITING, Phase.RUNNING) and parent.generated == 0:
+            return False  # the parent's prompt is on its way: fork that
+        found = None
+        if not sequence.needs_prompt_logprobs and self.limits.max_stored:
+            found = self.sessions.take(np.asarray(sequence.tokens, np.int32), self._reach_back)
+        if found:
+            session, stays = found
+            state = session.state
+        elif self._free_rows or self._evict():
+            stays, state = 0, RowState(self._free_rows.pop(), self.pages.empty())
+        else:
+            return False
+        room = self._room_after(sequence)
+        wanted = self._wanted(len(sequence.tokens), room)
+        if not self._secure(self.pages.missing(state.holding, wanted)):
+            if found:
+                self.sessions.put(session)
+            else:
+                self._free_rows.append(state.row)
+            return False
+        if sequence.generated == 0:
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += stays
+            sequence.cached_tokens = stays
+        if state.cached > stays:
+            self._rollback(state, state.cached - stays)
+        self._grow(state, len(sequence.tokens), room)
+        sequence.state, sequence.room = state, room
+        return True
+
+    def _fork_parent(self, sequence: Sequence) -> bool:
+        """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
+        parent = sequence.parent
+        state = parent.state if parent else None
+        if state is None or sequence.generated or state.compressed != sequence.prompt_length:
+            return False
+        full = (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
+        if not (self._free_rows or self._evict()):
+            return False
+        if not self._secure(self.pages.fork_cost(state.holding, full)):
+            return False
+        row = self._free_rows.pop()
+        holding = self.pages.fork(state.holding, full)
+        self._device.fork(state.row, row)
+        sequence.state = RowState(row, holding, state.compressed, state.tail)
+        assert parent is not None
+        sequence.room = parent.room
+        back = min(self._reach_back(state.compressed), sequence.prompt_length)
+        self._rollback(sequence.state, state.tail + back)
+        return True
+
+    def _room_after(self, sequence: Sequence) -> int:
+        """Tail tokens to reserve beside a prefill: the first sampled token is fed back only if more may follow."""
+        return min(ROOM, self.limits.max_tail, max(sequence.left - 1, 0))
+
+    # Pages
+
+    def _secure(self, need: int) -> bool:
+        """Free `need` pages at the cost of stored sessions, but only if that is enough."""
+        if need > self.pages.free + self.sessions.pages:
+            return False
+        while need > self.pages.free:
+            if not self._evict():
+                return False
+        return True
+
+    def _evict(self) -> bool:
+        session = self.sessions.evict()
+        if session is None:
+            return False
+        self._release(session.state)
+        return True
+
+    def _release(self, state: RowState) -> None:
+        self.pages.release(state.holding)
+        self._device.release(state.row)
+        self._free_rows.append(state.row)
+
+    def _grow(self, state: RowState, tokens: int, tail: int) -> None:
+        wanted = self._wanted(tokens, tail)
+        if self.pages.missing(state.holding, wanted):
+            self.pages.grow(state.holding, wanted)
+            self._device.reserve(state.row, tokens, tail)
+
+    def _trim(self, state: RowState, tokens: int, tail: int) -> None:
+        wanted = self._wanted(tokens, tail)
+        if self.pages.surplus(state.holding, wanted):
+            self.pages.trim(state.holding, wanted)
+            self._device.trim(state.row, tokens, tail)
+
+    def _rollback(self, state: RowState, count: int) -> None:
+        state.tail -= count
+        self._device.rollback(state.row, count)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Pages for one more tail token, others preempted if it must be; False if it was preempted itself."""
+        state = sequence.state
+        if state is None:
+            return False
+        if state.tail < sequence.room:
+            return True
+        room = min(state.tail + min(ROOM, sequence.left), self.limits.max_tail)
+        wanted = self._wanted(state.compressed, room)
+        if not self._obtain(sequence, wanted):
+            return False
+        self._grow(state, state.compressed, room)
+        sequence.room = room
+        return True
+
+    def _obtain(self, sequence: Sequence, wanted: np.ndarray) -> bool:
+        """Free what `sequence` misses of `wanted`; the latest arrival goes back to the queue if nothing else helps."""
+        assert sequence.state is not None
+        while not self._secure(self.pages.missing(sequence.state.holding, wanted)):
+            victim = max(self.running, key=lambda s: s.arrival)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.state is not None
+        self.preemptions += 1
+        self._release(sequence.state)
+        sequence.state, sequence.phase = None, Phase.WAITING
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+
+    # Steps
+
+    def _ready_to_decode(self, sequence: Sequence) -> bool:
+        state = sequence.state
+        return (
+            state is not None
+            and sequence.to_feed == 1
+            and sequence.left > 0
+            and state.tail < self.limits.max_tail
+        ) and sequence.generated > 0
+
+    def _next_chunk(self, beside_decode: bool) -> ChunkWork | None:
+        for sequence in list(self.running):
+            state = sequence.state
+            if state is None or sequence.in_flight or sequence.left < 1 or self._ready_to_decode(sequence):
+                continue
+            most = self.limits.max_chunk_beside_decode if beside_decode else self.limits.max_chunk
+            if sequence.needs_prompt_logprobs:
+                most = self.limits.prompt_logprob_chunk
+            work = self._chunk(sequence, most)
+            if work:
+                return work
+        return None
+
+    def _chunk(self, sequence: Sequence, most: int) -> ChunkWork | None:
+        """The next chunk of `sequence`, its pages reserved, and the mirror of its row moved on."""
+        state, plan = sequence.state, self.plan
+        assert state is not None
+        known = len(sequence.tokens)
+        if sequence.generated and state.tail >= self.limits.max_tail:
+            self.tail_compressions += 1
+        # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
+        short = min(plan.window, known) - (known - state.cached)
+        back = min(short, state.tail + self._reach_back(state.compressed))
+        room = self._room_after(sequence)
+        last = known - state.cached <= most
+        if last and not self._obtain(sequence, self._wanted(known, room)):
+            return None
+        if back > 0:
+            self._rollback(state, back)
+        start = state.cached
+        count = min(most, known - start)
+        last = start + count == known
+        self._grow(state, known, room)
+        state.compressed, state.tail = start + count, 0
+        following = None
+        if sequence.needs_prompt_logprobs:
+            following = np.asarray([*sequence.tokens[start + 1 : start + count + 1], 0][:count], np.int32)
+        if last:
+            sequence.in_flight += 1
+            sequence.room = room
+        tokens = np.asarray(sequence.tokens[start : start + count], np.int32)
+        return ChunkWork(sequence, tokens, start, last, following)
+
+    def after_dispatch(self, work: Work) -> None:
+        """Give back the pages that a compression no longer needs: to be called when `work` is on its way."""
+        if work.chunk and work.chunk.last and work.chunk.sequence.state is not None:
+            sequence, state = work.chunk.sequence, work.chunk.sequence.state
+            self._trim(state, state.compressed, sequence.room)
+
+    # Ends
+
+    def end(self, sequence: Sequence) -> None:
+        """`sequence` generates no more; its row is given up or stored once nothing of it is in flight."""
+        if sequence.phase is Phase.WAITING:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+        elif sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+        sequence.phase = Phase.CLOSING
+        self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Let go of the row of an ended sequence, if all results are in."""
+        if sequence.phase is not Phase.CLOSING or sequence.in_flight:
+            return
+        sequence.phase = Phase.ENDED
+        state = sequence.state
+        sequence.state = None
+        if state is None:
+            return
+        if not sequence.keep or not self.limits.max_stored or state.cached < 1:
+            self._release(state)
+            return
+        while self.sessions.full:
+            self._evict()
+        self._trim(state, state.compressed, max(state.tail, 0))
+        self.sessions.put(StoredSession(state, np.asarray(sequence.tokens[: state.cached], np.int32)))

@@ -1,0 +1,104 @@
+"""One choice of one request on its way through the engine, and what the host knows of its row."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from serve.pages import Holding
+from serve.request import GenerationRequest, OutputCallback, PromptLogprob, SamplingParams
+
+
+class Phase(Enum):
+    WAITING = auto()  # no row
+    RUNNING = auto()  # has a row; prefills or decodes
+    CLOSING = auto()  # ended; results of dispatched steps are still to come
+    ENDED = auto()
+
+
+@dataclass(eq=False)
+class RowState:
+    """The host's mirror of one row: the cache's two numbers and the pages."""
+
+    row: int
+    holding: Holding
+    compressed: int = 0  # tokens under the plan's law
+    tail: int = 0  # tokens since, kept whole; negative after a rollback into the window
+
+    @property
+    def cached(self) -> int:
+        return self.compressed + self.tail
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` are the prompt and what was generated and read; `in_flight` counts sampled tokens not read yet."""
+
+    request: GenerationRequest
+    choice: int
+    on_output: OutputCallback
+    seed: int
+    arrival: int
+    tokens: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    state: RowState | None = None
+    room: int = 0  # tail tokens that the reserved pages have room for
+    in_flight: int = 0
+    parent: "Sequence | None" = None  # the choice whose prompt this one forks
+    cached_tokens: int = 0  # prompt tokens that were found in a stored session
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    keep: bool = True  # store the row when the sequence ends
+    announced: bool = False  # the first output was sent
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.request.prompt_ids)
+        if self.sampling.prompt_logprobs is not None and self.choice == 0:
+            self.prompt_logprobs = [None] * len(self.tokens)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled, those not read yet included."""
+        return len(self.tokens) - self.prompt_length + self.in_flight
+
+    @property
+    def to_feed(self) -> int:
+        """Tokens that are not in the cache: 1 means decode, more means prefill."""
+        assert self.state is not None
+        return len(self.tokens) + self.in_flight - self.state.cached
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_tokens - self.generated
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and self.generated == 0
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """The next tokens of one sequence; `last` if its next token is sampled after them."""
+
+    sequence: Sequence
+    tokens: np.ndarray  # i32[count]
+    start: int  # position of the first
+    last: bool
+    next_tokens: np.ndarray | None = None  # i32[count], for prompt logprobs: the tokens that follow
+
+
+@dataclass(frozen=True)
+class Work:
+    """One engine step."""
+
+    chunk: ChunkWork | None
+    decode: list[Sequence]

@@ -1,0 +1,88 @@
+"""Conversations that ended a turn and keep their compressed pages until the next one, or until the pages are needed."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from serve.sequence import RowState
+from tangram_jax.plan import CachePlan
+
+
+@dataclass(eq=False)
+class StoredSession:
+    """A row at rest: `tokens` i32[cached] are in its cache."""
+
+    state: RowState
+    tokens: np.ndarray
+
+
+class SessionStore:
+    """Stored rows by last use. A row is continued by one request at a time: taking it removes it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._sessions: OrderedDict[int, StoredSession] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[StoredSession]:
+        return iter(self._sessions.values())
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self.capacity
+
+    @property
+    def pages(self) -> int:
+        """Pages that only stored sessions own: what evicting all of them frees."""
+        runs = Counter(id(run) for s in self for run in s.state.holding.shared)
+        kept = {
+            id(run): int(run.pages.sum()) * (runs[id(run)] - (runs[id(run)] == run.owners))
+            for s in self
+            for run in s.state.holding.shared
+        }
+        return int(sum(s.state.holding.owned.sum() for s in self)) - sum(kept.values())
+
+    def put(self, session: StoredSession) -> None:
+        self._sessions[session.state.row] = session
+
+    def evict(self) -> StoredSession | None:
+        """Remove and return the least recently used one."""
+        return self._sessions.popitem(last=False)[1] if self._sessions else None
+
+    def take(self, prompt: np.ndarray, reach_back: "ReachBack") -> tuple[StoredSession, int] | None:
+        """Remove and return the session that saves most of `prompt` i32[n], and how many of its tokens stay.
+
+        A stored row is a state, not a list of states: compressed tokens cannot be taken apart again. So the prompt must
+        extend what was compressed, save for what `reach_back` allows; generated tokens after that may be cut anywhere.
+        At least one token of the prompt is always left to run, for its logits.
+        """
+        best: tuple[int, StoredSession] | None = None
+        for session in self:
+            size = min(len(prompt), len(session.tokens))
+            differs = np.flatnonzero(session.tokens[:size] != prompt[:size])
+            common = int(differs[0]) if differs.size else size
+            stays = min(common, len(prompt) - 1)
+            compressed = session.state.compressed
+            if len(prompt) < compressed or stays < compressed - reach_back(compressed) or stays < 1:
+                continue
+            if best is None or stays > best[0]:
+                best = stays, session
+        if best is None:
+            return None
+        stays, session = best
+        del self._sessions[session.state.row]
+        return session, stays
+
+
+class ReachBack:
+    """How many compressed tokens a rollback may take off: as far as every group still holds the window whole."""
+
+    def __init__(self, plan: CachePlan) -> None:
+        self._plan = plan
+
+    def __call__(self, compressed: int) -> int:
+        return int(min(self._plan.window, self._plan.lengths(compressed).min()))
