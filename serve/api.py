@@ -55,7 +55,7 @@ def create_app(
       api_keys: where given, one of them must come as `Authorization: Bearer KEY`, except on OPEN_ROUTES.
       max_choices: prompts times `n` of one request.
       max_body_bytes: larger bodies get a 413.
-      on_shutdown: called once when the server stops, after the last response.
+      on_shutdown: called once when the server stops, when no request is left in the engine.
     """
     if not served_model_names:
         raise ValueError("served_model_names is empty: give at least one name")
@@ -72,6 +72,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        serving.draining.close()
         serving.executor.shutdown(wait=False, cancel_futures=True)
         if on_shutdown is not None:
             on_shutdown()

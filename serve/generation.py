@@ -22,6 +22,24 @@ from serve.stream import DONE, EventStream, OutputHub, Submission, sse, unless_d
 from serve.text import TextTokenizer
 
 
+class Draining:
+    """The generations under way, and whether the server is about to stop."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.generations: set[Generation] = set()
+
+    def interrupt(self) -> None:
+        """End all streams with an error event, all other generations with a 503."""
+        for generation in self.generations:
+            generation.interrupt()
+
+    def close(self) -> None:
+        """Abort in the engine what still runs, at the very end."""
+        for generation in list(self.generations):
+            generation.close()
+
+
 @dataclass(frozen=True)
 class Serving:
     """What all handlers share."""
@@ -34,6 +52,7 @@ class Serving:
     metrics: Metrics
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     hub: OutputHub = field(default_factory=OutputHub)
+    draining: Draining = field(default_factory=Draining)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> str:
@@ -51,7 +70,9 @@ class Serving:
         return name
 
     def check_ready(self) -> None:
-        """503 while the engine warms up, or when it died."""
+        """503 while the engine warms up, when it died, and when the server is about to stop."""
+        if self.draining.started:
+            raise unavailable("The server is shutting down.")
         if not self.engine.ready:
             raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
 
@@ -151,14 +172,21 @@ class Generation:
             for p, prompt in enumerate(prompts)
         ]
         self._submission = Submission(serving.engine, serving.hub, requests)
+        self._draining = serving.draining
 
     def submit(self) -> None:
         """Hand the prompts to the engine; raises APIError."""
         self._submission.submit()
+        self._draining.generations.add(self)
+
+    def interrupt(self) -> None:
+        """End it with an error that says that the server stops."""
+        self._submission.interrupt()
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort what still runs; idempotent."""
         self._submission.close()
+        self._draining.generations.discard(self)
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a choice."""

@@ -103,6 +103,12 @@ class Submission:
                 raise unavailable(str(error)) from None
             self._submitted.append(request)
 
+    def interrupt(self) -> None:
+        """The server stops: end every choice that still runs, as if the engine had dropped it."""
+        for p, choice in self._running:
+            output = TokenOutput(choice=choice, finish_reason="abort")
+            self._mailbox.put((time.monotonic(), p, output))
+
     async def take(self) -> list[Arrival]:
         """Wait for outputs. Raises APIError when the engine failed or dropped a request."""
         while True:
@@ -117,7 +123,7 @@ class Submission:
                         500, output.error or "The engine failed on this request.", code="engine_error"
                     )
                 if output.finish_reason == "abort":
-                    raise unavailable("The server dropped this request, it is probably shutting down.")
+                    raise unavailable("The server dropped this request: it is shutting down.")
                 if output.finish_reason is not None:
                     self._running.discard(key)
                 arrivals.append(arrival)

@@ -204,18 +204,49 @@ def test_api_key():
             assert served.http.get(path).status_code == 200
 
 
-def test_shutdown_ends_streams_and_calls_back():
-    stopped = []
+@pytest.mark.parametrize("stream", [False, True])
+def test_shutdown_cuts_what_takes_too_long(stream):
+    stopped, answers = [], []
     with serving(on_shutdown=lambda: stopped.append(engine.live)) as served:
         engine = served.engine
         served.script("x", finish="none")
-        client = httpx.Client(base_url=served.url, trust_env=False, timeout=20)
-        request = client.build_request("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
-        response = client.send(request, stream=True)
-        next(response.iter_bytes())
+
+        def ask() -> None:
+            body = CHAT | {"stream": stream}
+            answers.append(
+                httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=20, trust_env=False)
+            )
+
+        client = threading.Thread(target=ask)
+        client.start()
+        wait_until(lambda: engine.live == 1)
         start = time.monotonic()
-    # The stream hangs; after the timeout of 1 s it is cut and its request aborted, before the callback.
-    assert time.monotonic() - start < 5
+    # The generation hangs: after the timeout of 1 s it ends with an error, and only then the engine may go.
+    client.join(timeout=20)
+    assert 0.9 < time.monotonic() - start < 5
     assert stopped == [0]
-    response.close()
-    client.close()
+    (answer,) = answers
+    if stream:
+        assert answer.status_code == 200
+        *_, error, done, _ = answer.text.split("\n\n")
+        assert ("shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"], done) == (
+            True,
+            "data: [DONE]",
+        )
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+def test_shutdown_lets_short_responses_finish():
+    answers = []
+    with serving() as served:
+        served.script("hello", delay=0.1)
+        client = threading.Thread(
+            target=lambda: answers.append(served.post("/v1/completions", {"prompt": "a"}))
+        )
+        client.start()
+        wait_until(lambda: served.engine.live == 1)
+        served.app.state.serving.draining.started = True
+        assert served.post("/v1/completions", {"prompt": "a"}).status_code == 503
+        client.join(timeout=20)
+    assert answers[0].json()["choices"][0]["text"] == "hello"
