@@ -1,0 +1,159 @@
+"""Command line: `python -m calibrate --model NAME_OR_PATH --out profile.npz`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from calibrate.measure import SINKS, WINDOW
+from calibrate.run import Calibration, calibrate, reached_retention
+from calibrate.samples import calibration_samples, heldout_samples
+from tangram_jax.scorers import SCORERS, get_scorer
+
+REPORT_TOKENS = 4096
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    out = argparse.ArgumentParser(
+        prog="python -m calibrate",
+        description="Measure how much of its KV cache each attention head of a model needs; write a budget profile.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    out.add_argument(
+        "--model", default="smollm2-135m-instruct", help="short name, directory, GGUF file or hub name"
+    )
+    out.add_argument("--method", default="snapkv", help=f"scorer: {', '.join(SCORERS)}")
+    out.add_argument("--retention", type=float, default=0.5, help="kept fraction to calibrate at, in (0, 1]")
+    out.add_argument("--samples", type=int, default=50, help="calibration samples")
+    out.add_argument(
+        "--heldout", type=int, default=20, help="held-out samples for the stability check; 0: none"
+    )
+    out.add_argument(
+        "--sample-tokens", type=int, default=1024, help="tokens of every sample, e.g. 1024 or 2048"
+    )
+    out.add_argument("--alpha", type=float, default=2.0, help="margin in standard deviations (paper, Eq. 5)")
+    out.add_argument("--seed", type=int, default=0, help="which samples are drawn")
+    out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    out.add_argument(
+        "--heads-per-page", type=int, default=4, help="for the report and pictures of head groups"
+    )
+    out.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
+    out.add_argument("--plots", type=Path, metavar="DIR", help="write pictures here")
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status (2 for bad options, like argparse)."""
+    arguments = parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        _validate(arguments)
+        scorer = get_scorer(arguments.method)
+        from models.registry import load_model  # after the options are known to be good
+
+        model = load_model(arguments.model, dtype=arguments.dtype)
+    except (ValueError, OSError) as error:
+        console.print(f"calibrate: {error}", style="red", markup=False)
+        return 2
+    limit = model.config.max_positions
+    if arguments.sample_tokens > limit:
+        console.print(
+            f"calibrate: --sample-tokens must be at most {limit}, the model's positions", style="red"
+        )
+        return 2
+    size, seed = arguments.sample_tokens, arguments.seed
+    samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
+    heldout = heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(
+            f"Calibrating {model.name} ({scorer.name})", total=len(samples) + len(heldout)
+        )
+        result = calibrate(
+            model.params,
+            model.config,
+            scorer,
+            samples,
+            heldout,
+            retention=arguments.retention,
+            alpha=arguments.alpha,
+            seed=seed,
+            on_sample=lambda: progress.advance(task),
+        )
+    result.profile.save(arguments.out)
+    _report(result, Console(), arguments.heads_per_page)
+    print(f"wrote {arguments.out}")
+    if arguments.plots:
+        from calibrate.plots import write_pictures
+
+        for path in write_pictures(result.profile, arguments.plots, heads_per_page=arguments.heads_per_page):
+            print(f"wrote {path}")
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> None:
+    """One error that names every bad option."""
+    least = SINKS + WINDOW + 1
+    checks = (
+        (0 < arguments.retention <= 1, "--retention is the kept fraction and must lie in (0, 1]"),
+        (arguments.samples >= 1, "--samples must be at least 1"),
+        (arguments.heldout >= 0, "--heldout must not be negative"),
+        (
+            arguments.sample_tokens >= least,
+            f"--sample-tokens must be at least {least} (sinks and window are aside)",
+        ),
+        (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
+        (arguments.heads_per_page >= 1, "--heads-per-page must be at least 1"),
+        (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),
+    )
+    problems = [message for good, message in checks if not good]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _report(result: Calibration, console: Console, heads_per_page: int) -> None:
+    profile, stability = result.profile, result.stability
+    console.print(
+        f"Retention asked for {profile.retention:g}; budgets after Eq. 5 (alpha {profile.alpha:g}) ask for "
+        f"{profile.mean_budget:.3f}, normalised for {profile.normalized().mean_budget:.3f}.",
+        highlight=False,
+    )
+    table = Table(title=f"Retention really reached at {REPORT_TOKENS} tokens, of the full KV cache")
+    table.add_column("layout")
+    for name in ("groups", "entries", "bytes", "normalised", "bytes"):
+        table.add_column(name, justify="right")
+    for row in reached_retention(profile, REPORT_TOKENS, heads_per_page=heads_per_page):
+        shares = (row.entries, row.memory, row.entries_normalized, row.memory_normalized)
+        table.add_row(row.layout, str(row.groups), *(f"{share:.3f}" for share in shares))
+    console.print(table)
+    lines = [
+        f"Spearman rank correlation of heads, one half of the samples against the other: {stability.halves:.3f}"
+    ]
+    if result.heldout is not None:
+        count = len(result.heldout)
+        lines += [
+            f"against the mean of {count} held-out samples: {stability.heldout}",
+            f"against single held-out samples, averaged: {stability.heldout_single}",
+            f"held-out needs within the budget (sample, head): {stability.covered}",
+            f"held-out entries beyond the budgets: {stability.overflow}",
+            "Brackets: 95% bootstrap intervals over held-out samples.",
+        ]
+    console.print("\n".join(lines), highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

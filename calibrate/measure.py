@@ -1,0 +1,125 @@
+"""Measuring what each head would keep of one sample (paper, section 4.1). Pure and traceable under `jax.jit`.
+
+The sample runs through the model once, with dense attention, and every layer is scored as the serving path would
+score it as one chunk. This does not know about budgets or pages.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.config import ModelConfig
+from models.rope import rope_frequencies
+from models.transformer import forward
+from tangram_jax.plan import PPM, kept_entries
+from tangram_jax.scorers import ScoreInputs, Scorer
+
+QUERY_BLOCK = 256  # queries at a time, which bounds the logits at f32[N, 256, n]
+SINKS = 4
+WINDOW = 32
+
+
+def calibrate_ratios(
+    params: Any,
+    config: ModelConfig,
+    tokens: Int[Array, " n"],
+    scorer: Scorer,
+    retention: float,
+    *,
+    sinks: int = SINKS,
+    window: int = WINDOW,
+) -> Float[Array, "L K"]:
+    """Share of its entries that each head keeps on one sample, f32[L, K] in [0, 1] (paper, section 4.1).
+
+    In each layer, the scores of all heads are flattened, the first `sinks` and last `window` positions aside,
+    which every head keeps anyway; the best ceil(retention * K * m) of the K * m scores stay, with
+    m = n - sinks - window; a head's share is its number of them over m. So a layer's mean share is `retention`.
+    Equal scores go to the earlier position, then to the lower head, so that equal heads share alike.
+
+    Args:
+      tokens: i32[n], n > sinks + window. Everything but `params` and `tokens` is static under jit.
+
+    Raises:
+      ValueError: if the sample is too short, or retention is not in (0, 1].
+    """
+    n, candidates = tokens.shape[0], tokens.shape[0] - sinks - window
+    if candidates < 1:
+        raise ValueError(f"a sample needs more than sinks + window = {sinks + window} tokens, found {n}")
+    if not 0.0 < retention <= 1.0:
+        raise ValueError(f"retention is the kept fraction and must lie in (0, 1], found {retention}")
+    total = config.num_kv_heads * candidates
+    keep = int(kept_entries(round(retention * PPM), total))  # ceil, exactly
+    positions = jnp.arange(n, dtype=jnp.int32)
+
+    def attend(state: list[Array], layer: int, q: Array, k: Array, v: Array) -> tuple[Array, list[Array]]:
+        del layer
+        out, lse = causal_attention_with_lse(q, k, v, scale=config.attention_scale)
+        scores = _score(q, k, v, lse, scorer=scorer, config=config)
+        with jax.named_scope("keep"):
+            flat = scores[:, sinks : n - window].T.reshape(
+                -1
+            )  # position-major, for fair ties; top_k is stable
+            head = jax.lax.top_k(flat, keep)[1] % config.num_kv_heads
+            kept = (head[:, None] == jnp.arange(config.num_kv_heads)).sum(axis=0)
+        return out, [*state, kept.astype(jnp.float32) / candidates]
+
+    _, shares = forward(params, config, tokens, positions, attend, [], logits_at=jnp.array([n - 1]))
+    return jnp.stack(shares)
+
+
+@partial(jax.jit, static_argnames=("scorer", "config"))
+def _score(
+    q: Array, k: Array, v: Array, lse: Array, *, scorer: Scorer, config: ModelConfig
+) -> Float[Array, "K n"]:
+    positions = jnp.arange(q.shape[0], dtype=jnp.int32)
+    return scorer.score(
+        ScoreInputs(
+            q=q,
+            q_positions=positions,
+            num_valid=jnp.int32(q.shape[0]),
+            lse=lse,
+            k=k.swapaxes(0, 1),
+            v=v.swapaxes(0, 1),
+            positions=positions,
+            valid=jnp.ones((k.shape[1], k.shape[0]), bool),
+            inv_freq=rope_frequencies(config),
+            scale=config.attention_scale,
+        )
+    )
+
+
+@partial(jax.jit, static_argnames="scale")
+def causal_attention_with_lse(
+    q: Float[Array, "n N D"], k: Float[Array, "n K D"], v: Float[Array, "n K D"], *, scale: float
+) -> tuple[Float[Array, "n N D"], Float[Array, "n N"]]:
+    """Dense causal attention of a sequence to itself and the log-sum-exp of each query's scaled logits.
+
+    Logits and softmax in float32; memory f32[N, QUERY_BLOCK, n].
+    """
+    n, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    block = min(QUERY_BLOCK, n)
+    padding = -n % block
+    q_blocks = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    q_blocks = q_blocks.reshape(-1, block, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    first = jnp.arange(q_blocks.shape[0]) * block
+
+    def one(args: tuple[Array, Array]) -> tuple[Array, Array]:
+        q_tkgd, start = args
+        logits = jnp.einsum("tkgd,skd->kgts", q_tkgd, k, preferred_element_type=jnp.float32) * scale
+        visible = jnp.arange(n) <= (start + jnp.arange(block))[:, None]
+        logits = jnp.where(visible, logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # finite: every query sees position 0
+        weights = jnp.exp(logits - lse).astype(v.dtype)
+        out = jnp.einsum("kgts,skd->tkgd", weights, v, preferred_element_type=jnp.float32)
+        return out.reshape(block, num_heads, head_dim).astype(q.dtype), lse[..., 0].reshape(
+            num_heads, block
+        ).T
+
+    out, lse = jax.lax.map(one, (q_blocks, first))
+    return out.reshape(-1, num_heads, head_dim)[:n], lse.reshape(-1, num_heads)[:n]

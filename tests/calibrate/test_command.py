@@ -1,0 +1,104 @@
+"""`python -m calibrate` from options to files, on the tiny model; and the profiles that are shipped."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import calibrate
+from calibrate.__main__ import main
+from calibrate.run import reached_retention
+from models import registry
+from models.registry import DEFAULT_MODEL, LoadedModel
+from models.testing import random_params, tiny_config, tiny_tokenizer
+from tangram_jax.profile import BudgetProfile
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    config = tiny_config()
+    model = LoadedModel(config, random_params(config, 0), tiny_tokenizer(), "tiny")
+    monkeypatch.setattr(registry, "load_model", lambda name, dtype: model)
+    return model
+
+
+def test_command_writes_profile_report_and_pictures(tiny_model, tmp_path, capsys):
+    out, plots = tmp_path / "profile.npz", tmp_path / "plots"
+    options = ["--samples", "4", "--heldout", "3", "--sample-tokens", "96", "--method", "expected-attention"]
+    assert (
+        main([*options, "--retention", "0.25", "--seed", "7", "--out", str(out), "--plots", str(plots)]) == 0
+    )
+    profile = BudgetProfile.load(out)
+    assert profile.budgets.shape == (4, 4) and profile.ratios.shape == (4, 4, 4)
+    assert (profile.retention, profile.alpha) == (0.25, 2.0)
+    np.testing.assert_allclose(profile.ratios.mean(axis=2), 0.25, atol=0.01)
+    found = profile.provenance
+    assert (found["model"], found["method"], found["samples"], found["seed"]) == (
+        "tiny",
+        "expected_attention",
+        4,
+        7,
+    )
+    assert found["method_options"] == {"future": 512, "eps": 0.01, "skip": 4}
+    assert found["model_shape"] == {"layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 16}
+    assert {"jax", "numpy", "python", "tangram-jax"} <= found["versions"].keys()
+    json.dumps(dict(found), allow_nan=False)
+    for name in ("retention.png", "budgets.png", "groups.png"):
+        height, width = matplotlib.image.imread(plots / name).shape[:2]
+        assert width > 500 and height > 200
+        assert (plots / name).stat().st_size < 200_000
+    report = capsys.readouterr().out
+    for part in ("Retention really reached", "adjacent", "model", "Spearman", "held-out needs within"):
+        assert part in report
+
+
+def test_reached_retention_by_hand():
+    profile = BudgetProfile(budgets=np.array([[0.25, 1.0], [0.25, 0.5]]), retention=0.5)
+    rows = {row.layout: row for row in reached_retention(profile, 64, heads_per_page=2, page_size=16)}
+    assert rows["ungrouped"].entries == rows["ungrouped"].memory == 0.5
+    assert rows["adjacent, Hp 2"].entries == 0.75
+    assert rows["model, Hp 2"].entries == (0.25 + 1.0) / 2
+    assert {name: row.groups for name, row in rows.items()} == {
+        "ungrouped": 4,
+        "adjacent, Hp 2": 2,
+        "layer, Hp 2": 2,
+        "model, Hp 2": 2,
+    }
+
+
+def test_bad_options_are_one_clear_error(tmp_path, capsys):
+    assert main(["--retention", "0", "--samples", "0", "--sample-tokens", "36", "--out", str(tmp_path)]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    for part in (
+        "--retention is the kept fraction",
+        "--samples must",
+        "--sample-tokens must be at least 37",
+        "directory",
+    ):
+        assert part in message
+    assert main(["--method", "h2o", "--out", str(tmp_path / "x.npz")]) == 2
+    assert "unknown scorer 'h2o'" in capsys.readouterr().err
+    assert main(["--model", "no such model", "--out", str(tmp_path / "x.npz")]) == 2
+    assert "unknown model" in capsys.readouterr().err
+
+
+def test_samples_longer_than_the_model(tiny_model, tmp_path, capsys):
+    assert main(["--sample-tokens", "5000", "--out", str(tmp_path / "x.npz")]) == 2
+    assert "at most 4096" in " ".join(capsys.readouterr().err.split())
+
+
+def test_shipped_profile_of_the_default_model():
+    path = calibrate.shipped_profile(DEFAULT_MODEL)
+    assert path is not None and path == calibrate.shipped_profile("HuggingFaceTB/SmolLM2-135M-Instruct")
+    profile = BudgetProfile.load(path)
+    assert profile.budgets.shape == (30, 3) and profile.retention == 0.5
+    found = profile.provenance
+    assert found["model"] == DEFAULT_MODEL and found["samples"] == 50
+    expected = BudgetProfile.from_ratios(profile.ratios, 0.5, profile.alpha)
+    np.testing.assert_array_equal(profile.budgets, expected.budgets)
+
+
+def test_no_shipped_profile():
+    assert calibrate.shipped_profile("meta-llama/Llama-3.1-8B") is None
+    assert calibrate.shipped_profile("") is None

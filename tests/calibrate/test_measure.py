@@ -1,0 +1,119 @@
+"""Kept shares of one sample against a plain NumPy calibration, and the attention that produces the scores."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import calibrate.measure as measure
+from calibrate.measure import calibrate_ratios, causal_attention_with_lse
+from models.attention import dense_attend
+from models.testing import random_params, tiny_config
+from models.transformer import forward
+from tangram_jax.scorers import get_scorer
+
+CONFIG = tiny_config()
+PARAMS = random_params(CONFIG, 1)
+METHODS = ("snapkv", "expected_attention", "keydiff", "streaming_llm")
+
+
+def tokens(count, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(8, 264, count), jnp.int32)
+
+
+def attention_by_hand(q, k, v, scale):
+    """out[n, N, D] and lse[n, N] in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    logits = np.einsum("tnd,snd->nts", q, np.repeat(k, group, axis=1)) * scale
+    logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
+    lse = np.log(np.exp(logits).sum(axis=-1))
+    return np.einsum("nts,snd->tnd", np.exp(logits - lse[..., None]), np.repeat(v, group, axis=1)), lse.T
+
+
+@pytest.mark.parametrize("count", [1, 16, 37])
+def test_attention_and_log_sum_exp(monkeypatch, count):
+    monkeypatch.setattr(measure, "QUERY_BLOCK", 16)  # several blocks, the last one padded
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(count, heads, 16)), jnp.float32) for heads in (8, 4, 4))
+    out, lse = causal_attention_with_lse.__wrapped__(q, k, v, scale=0.3)
+    expected_out, expected_lse = attention_by_hand(q, k, v, 0.3)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def snapkv_shares_by_hand(ids, retention, sinks, window):
+    """Section 4.1 with SnapKV, written out; ties as documented: earlier position, then lower head."""
+    layers = []
+
+    def attend(state, layer, q, k, v):
+        layers.append(tuple(np.asarray(x, np.float64) for x in (q, k, v)))
+        return dense(state, layer, q, k, v)
+
+    positions = jnp.arange(len(ids))
+    dense = dense_attend(positions)
+    forward(PARAMS, CONFIG, ids, positions, attend, ())
+    shares = []
+    for q, k, v in layers:
+        _, lse = attention_by_hand(q, k, v, CONFIG.attention_scale)
+        n, heads = len(q), k.shape[1]
+        logits = (
+            np.einsum("tnd,snd->tns", q, np.repeat(k, CONFIG.group_size, axis=1)) * CONFIG.attention_scale
+        )
+        probability = np.exp(logits - lse[..., None]) * np.tri(n, dtype=bool)[:, None, :]
+        mean = probability[-32:].mean(axis=0).reshape(heads, CONFIG.group_size, n).mean(axis=1)
+        scores = np.stack([mean[:, max(0, c - 3) : c + 4].max(axis=1) for c in range(n)], axis=1)
+        candidates = n - sinks - window
+        ranked = sorted(
+            (-scores[head, c], c, head) for head in range(heads) for c in range(sinks, n - window)
+        )
+        kept = [head for _, _, head in ranked[: int(np.ceil(retention * heads * candidates))]]
+        shares.append(np.bincount(kept, minlength=heads) / candidates)
+    return np.array(shares)
+
+
+@pytest.mark.parametrize(("count", "retention"), [(100, 0.5), (64, 0.25)])
+def test_shares_equal_a_calibration_by_hand(count, retention):
+    ids = tokens(count)
+    shares = calibrate_ratios(PARAMS, CONFIG, ids, get_scorer("snapkv"), retention)
+    expected = snapkv_shares_by_hand(ids, retention, sinks=4, window=32)
+    assert shares.shape == (CONFIG.num_layers, CONFIG.num_kv_heads) and shares.dtype == jnp.float32
+    # A near tie may fall the other way in float32: one entry at most.
+    np.testing.assert_allclose(shares, expected, atol=1.01 / (count - 36))
+    assert np.std(expected) > 0.03  # heads do differ, or the test would show nothing
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_traceable_and_mean_is_the_retention(method):
+    run = jax.jit(partial(calibrate_ratios, config=CONFIG, scorer=get_scorer(method), retention=0.3))
+    shares = np.asarray(run(PARAMS, tokens=tokens(120)))
+    kept = np.ceil(0.3 * CONFIG.num_kv_heads * 84)  # 101 of 336, in every layer
+    np.testing.assert_allclose(shares.sum(axis=1) * 84, kept, rtol=1e-5)
+    assert (shares >= 0).all() and (shares <= 1).all()
+
+
+def test_equal_scores_are_shared_fairly():
+    """StreamingLLM scores all heads alike: no head may win by its number (ties are broken by position first)."""
+    shares = calibrate_ratios(PARAMS, CONFIG, tokens(136), get_scorer("streaming_llm"), 0.5)
+    np.testing.assert_array_equal(shares, np.full((CONFIG.num_layers, CONFIG.num_kv_heads), 0.5, np.float32))
+
+
+def test_retention_one_keeps_everything():
+    shares = calibrate_ratios(PARAMS, CONFIG, tokens(50), get_scorer("keydiff"), 1.0)
+    np.testing.assert_array_equal(shares, 1.0)
+
+
+def test_the_ceiling_is_exact():
+    """0.07 * 100 is 7.000000000000001 in floating point and must keep 7, not 8."""
+    config = tiny_config(num_kv_heads=1, num_heads=2, num_layers=1)
+    run = partial(calibrate_ratios, random_params(config), config, tokens(136), get_scorer("snapkv"))
+    assert float(run(0.07)[0, 0]) == pytest.approx(0.07)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match=r"more than sinks \+ window = 36 tokens, found 36"):
+        calibrate_ratios(PARAMS, CONFIG, tokens(36), get_scorer("snapkv"), 0.5)
+    with pytest.raises(ValueError, match="retention is the kept fraction"):
+        calibrate_ratios(PARAMS, CONFIG, tokens(64), get_scorer("snapkv"), 0.0)
