@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-CLUSTERS = ("layer", "model", "adjacent")
+Cluster = Literal["layer", "model", "adjacent"]
+CLUSTERS = get_args(Cluster)
 SCORERS = ("snapkv", "expected_attention", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -42,7 +44,7 @@ class ServeConfig:
     profile: str | None = None  # a .npz file; None: the one shipped for the model, otherwise uniform budgets
     retention: float | None = None  # None: as calibrated
     heads_per_page: int | None = None
-    cluster: str = "layer"
+    cluster: Cluster = "layer"
     scorer: str = "snapkv"
     tail_limit: int | None = None  # generated tokens that may stay whole
     min_entries: int | None = None  # entries that every group keeps at least

@@ -18,7 +18,7 @@ from serve.metrics import Metrics, RequestTimer
 from serve.prompts import Prompt
 from serve.protocol import CompletionRequest, SamplingRequest
 from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
-from serve.stream import DONE, EventStream, OutputHub, Submission, sse, unless_disconnected
+from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
 from serve.text import TextTokenizer
 
 
@@ -147,6 +147,10 @@ class Generation:
         self._timer = timer
         self._cached = [0] * len(prompts)
         self._started = [False] * len(prompts)
+        self._echo_scores = self._echo and completion is not None and completion.logprobs is not None
+        self._early: list[list[Arrival]] = [
+            [] for _ in prompts
+        ]  # came before choice 0, where it must be first
         self.choices = [
             Choice(
                 serving.tokenizer,
@@ -200,27 +204,37 @@ class Generation:
         changed: dict[int, None] = {}
         for now, p, output in await self._submission.take():
             if not self._started[p]:
+                if self._echo_scores and output.choice != 0:
+                    self._early[p].append((now, p, output))
+                    continue
                 self._start(p, output)
-            index = p * self._n + output.choice
-            choice = self.choices[index]
-            if choice.finished:
-                continue
-            if output.token_id is not None:
-                self._timer.token(p, output.choice, now)
-            if choice.feed(output):
-                self._submission.stop(p, output.choice)
-            if choice.finish_reason is not None:
-                self._timer.choice_finished(choice.finish_reason, choice.num_tokens)
-            changed[index] = None
+                for early in self._early[p]:
+                    changed[self._feed(*early)] = None
+            changed[self._feed(now, p, output)] = None
         return list(changed)
 
     def _start(self, p: int, output: TokenOutput) -> None:
-        """The first output of a prompt says what is known about the prompt."""
+        """The first output of choice 0 brings the prompt's log-probabilities, which stand before all choices."""
         self._started[p] = True
-        self._cached[p] = output.cached_tokens
         if self._echo:
             for choice in self.choices[p * self._n : (p + 1) * self._n]:
                 choice.echo(self._prompts[p].text, self._prompts[p].ids, output.prompt_logprobs)
+
+    def _feed(self, now: float, p: int, output: TokenOutput) -> int:
+        """Hand an output to its choice; the choice's index."""
+        index = p * self._n + output.choice
+        choice = self.choices[index]
+        if choice.finished:
+            return index
+        if output.choice == 0 and output.cached_tokens:  # the other choices fork from the first one
+            self._cached[p] = output.cached_tokens
+        if output.token_id is not None:
+            self._timer.token(p, output.choice, now)
+        if choice.feed(output):
+            self._submission.stop(p, output.choice)
+        if choice.finish_reason is not None:
+            self._timer.choice_finished(choice.finish_reason, choice.num_tokens)
+        return index
 
     async def complete(self) -> list[Delta]:
         """Every choice as one delta."""

@@ -70,8 +70,8 @@ class TokenOutput:
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None  # (token id, log-probability), likeliest first
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # on the first output of a request: prompt tokens whose KV entries were reused
-    prompt_logprobs: list[PromptLogprob | None] | None = None  # on the first output; first is None
+    cached_tokens: int = 0  # on the first output of choice 0: prompt tokens whose KV entries were reused
+    prompt_logprobs: list[PromptLogprob | None] | None = None  # on the first of choice 0; begins with None
     error: str | None = None  # with finish_reason "error": what went wrong, shown to the client
 
 

@@ -20,6 +20,7 @@ def served(_shared: Served) -> Iterator[Served]:
     engine = _shared.engine
     engine.script, engine.scripts = Script(ids("hello")), {}
     engine.reject, engine.ready = None, True
+    engine.wait_for_choice = {}
     engine.requests.clear()
     engine.aborted.clear()
     yield _shared

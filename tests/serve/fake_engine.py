@@ -35,6 +35,7 @@ class FakeEngine:
     def __init__(self, script: Script, max_model_len: int = 512, vocab_size: int = 264) -> None:
         self.script = script
         self.scripts: dict[int, Script] = {}
+        self.wait_for_choice: dict[int, int] = {}  # a choice that starts only when the other one has ended
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.ready = True
@@ -107,6 +108,8 @@ class FakeEngine:
         with self._lock:
             if key not in self._live:
                 return False
+            if (choice.request.request_id, self.wait_for_choice.get(choice.index)) in self._live:
+                return True
         output = choice.next_output()
         if output is None:
             time.sleep(0.001)

@@ -88,6 +88,14 @@ def test_echo_with_logprobs(served):
     assert completion.usage.completion_tokens == 2
 
 
+def test_echo_with_logprobs_when_a_later_choice_is_faster(served):
+    served.engine.scripts = {0: Script(ids("slow")), 1: Script(ids("quick"))}
+    served.engine.wait_for_choice = {0: 1}
+    choices = complete(served, "ab", echo=True, logprobs=0, n=2).choices
+    assert [choice.text for choice in choices] == ["abslow", "abquick"]
+    assert [choice.logprobs.token_logprobs[:2] for choice in choices] == [[None, -1.0]] * 2
+
+
 def test_scoring_a_prompt_generates_nothing(served):
     """What evaluation harnesses send: echo, logprobs and no tokens."""
     completion = complete(served, "ab", echo=True, logprobs=1, max_tokens=0)
