@@ -1,0 +1,83 @@
+"""Kernel times on an NVIDIA GPU, read from the profiler (CUPTI): wall time of tiny kernels measures their launches."""
+
+import glob
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def trace_kernels(run: Callable[[], Any]) -> dict[str, list[float]]:
+    """Durations in us of every kernel that `run` starts, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
+        data = jax.profiler.ProfileData.from_file(path)
+    times: dict[str, list[float]] = defaultdict(list)
+    for plane in data.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if "Stream" in line.name:
+                for event in line.events:
+                    times[event.name].append(event.duration_ns / 1e3)
+    return dict(times)
+
+
+def flush_buffer(megabytes: int = 256) -> jax.Array:
+    """Something larger than any L2, to be read between two timed kernels."""
+    return jax.random.normal(jax.random.PRNGKey(0), (megabytes * 2**19,), jnp.bfloat16)
+
+
+def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12) -> tuple[float, float]:
+    """Median and least time of the kernel whose name contains `name`, with a cold L2.
+
+    `call(*args)` runs `calls` times inside one scan; in between a buffer larger than the L2 is read. The first argument is
+    made to depend on that read, so that neither is moved nor merged.
+    """
+    flush = flush_buffer()
+
+    def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+        swept = jnp.sum(flush.astype(jnp.float32) * carry)
+        first = args[0] + (swept * 0).astype(args[0].dtype)
+        out = call(first, *args[1:])
+        return swept * 1e-30 + 1.0, jax.tree.map(lambda x: x.reshape(-1)[:1], out)
+
+    run = jax.jit(lambda: lax.scan(step, jnp.float32(1.0), None, length=calls))
+    jax.block_until_ready(run())
+    kernels = trace_kernels(run)
+    times = [t for key, values in kernels.items() if name in key for t in values]
+    if not times:
+        raise RuntimeError(f"no kernel named {name!r} among {sorted(kernels)}")
+    return float(np.median(times)), float(np.min(times))
+
+
+def busy_us(call: Callable[..., Any], args: tuple[Any, ...], calls: int = 6) -> float:
+    """Mean time of all kernels of a call together; for operations of several kernels over more data than the L2 holds."""
+
+    def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+        out = call(args[0] + (carry * 0).astype(args[0].dtype), *args[1:])
+        leaf = jax.tree.leaves(out)[0]
+        return leaf.reshape(-1)[0].astype(jnp.float32), None
+
+    run = jax.jit(lambda: lax.scan(step, jnp.float32(0.0), None, length=calls)[0])
+    jax.block_until_ready(run())
+    return sum(sum(v) for v in trace_kernels(run).values()) / calls
+
+
+def read_roof(gigabytes: int = 4) -> float:
+    """GB/s of a plain read: the best of several reductions over a large array."""
+    x = jax.random.bits(jax.random.PRNGKey(0), (gigabytes * 2**28,), jnp.uint32)
+    run = jax.jit(lambda x: jnp.max(x))
+    jax.block_until_ready(run(x))
+    best = 0.0
+    for _ in range(6):
+        kernels = trace_kernels(lambda: run(x))
+        best = max(best, x.nbytes / 1e3 / sum(max(v) for v in kernels.values()))
+    return best

@@ -1,0 +1,60 @@
+"""Needle questions: one made-up fact inside held-out prose, asked for at the end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibrate.samples import CITIES, TEXTS
+from models.tokenizer import Tokenizer
+
+BOOK = "persuasion"
+FACT = "The special magic number of {city} is {number}."
+QUESTION = "\n\nWhat is the special magic number of {city} mentioned in the text above?"
+OPENING = "Read the following text. A special magic number is hidden in it; remember it, I will ask for it later.\n\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Needle:
+    """`context` i32[a] holds the fact, `question` i32[b] the question and the start of the answer; a + b is fixed."""
+
+    context: np.ndarray
+    question: np.ndarray
+    answer: str
+    depth: float  # where the fact stands, as a fraction of the text
+
+
+def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
+    """`count` questions of `tokens` tokens (chat format included), depths spread evenly over (0, 1).
+
+    The haystack is sized by binary search on real token counts, to within a sentence.
+    """
+    sentences = (
+        (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").replace("\n\n", " ").split(". ")
+    )
+    needles = []
+    for index in range(count):
+        rng = random.Random(f"needle/{seed}/{index}")
+        city, number = rng.choice(CITIES["heldout"]), str(rng.randint(10_000, 99_999))
+        depth = (index + 0.5) / count
+        start = rng.randrange(len(sentences) // 2)
+        fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
+
+        def prompt(length: int) -> tuple[list[int], list[int]]:
+            hay = [sentence + "." for sentence in sentences[start : start + length]]
+            at = round(depth * length)
+            text = " ".join([*hay[:at], fact, *hay[at:]])
+            rendered = tokenizer.render_chat([{"role": "user", "content": OPENING + text + asked}], True)
+            before, after = rendered.split(asked)
+            ids = tokenizer.encode(before, add_special_tokens=False)
+            return ids, tokenizer.encode(asked + after, add_special_tokens=False)
+
+        low, high = 0, len(sentences) - start
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if sum(map(len, prompt(middle))) <= tokens else (low, middle)
+        context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
+        needles.append(Needle(context, question, number, depth))
+    return needles

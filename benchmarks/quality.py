@@ -1,0 +1,338 @@
+"""What compression costs on a real model: NLL of held-out text, divergence from full KV, and a needle question.
+
+  python -m benchmarks.quality                       the default model with its shipped profile
+  python -m benchmarks.quality --needle-only         only the needle question
+  python -m benchmarks.quality --profile FILE --scorer NAME --samples 60 --chunk 256
+
+Text: a context (1,536 tokens) is prefilled in chunks and compressed as it goes, exactly as serving does it; then the
+next 256 tokens are scored under teacher forcing, in one chunk that sees the compressed context. "uniform" gets the
+retention that the per-head layout really reaches, so both hold the same number of entries. The divergence is that of
+the next-token distribution from full KV, KL(full || compressed), in nats; it varies far less than the NLL.
+
+Needle: a fact in held-out prose of 2,000 tokens, at several depths. "aware": the question is in the prompt that is
+compressed; "agnostic": the text is compressed first, and the question comes as a further chunk. Greedy answer of 24
+tokens, counted as right if it contains the gold answer.
+
+All intervals are 95% bootstrap intervals over samples. Nothing here is calibrated on: the texts are the held-out ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import tangram_jax as tj
+from benchmarks.needles import Needle, make_needles
+from calibrate import shipped_profile
+from calibrate.run import versions
+from calibrate.samples import heldout_samples
+from models.config import ModelConfig
+from models.registry import DEFAULT_MODEL, LoadedModel, load_model
+from tangram_jax.scorers import Scorer
+
+RESAMPLES = 10_000
+ANSWER_TOKENS = 24
+
+
+@partial(jax.jit, static_argnames=("config", "plan", "scorer"), donate_argnames="cache")
+def _chunk(
+    params: Any, cache: tj.Cache, tokens: jax.Array, count: jax.Array, *, config: Any, plan: Any, scorer: Any
+) -> tuple[jax.Array, tj.Cache]:
+    """Logits f32[V] after the last of `count` tokens i32[T] of row 0."""
+    return tj.prefill_chunk(
+        params, config, plan, cache, scorer=scorer, row=jnp.int32(0), tokens=tokens, count=count
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "plan", "scorer"), donate_argnames="cache")
+def _continuation(
+    params: Any, cache: tj.Cache, tokens: jax.Array, *, config: Any, plan: Any, scorer: Any
+) -> tuple[jax.Array, tj.Cache]:
+    """Logits f32[T, V] after each of `tokens` i32[T]."""
+    chunk = tj.Chunk(jnp.int32(0), tokens, jnp.int32(tokens.shape[0]))
+    return tj.step(params, config, plan, scorer, cache, chunk, None, all_logits=True)
+
+
+@partial(jax.jit, static_argnames=("config", "plan"), donate_argnames="cache")
+def _decode(
+    params: Any, cache: tj.Cache, token: jax.Array, *, config: Any, plan: Any
+) -> tuple[jax.Array, tj.Cache]:
+    """Next token i32[1] (greedy) after `token` i32[1] of row 0."""
+    logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.zeros(1, jnp.int32), tokens=token)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+
+@jax.jit
+def _log_softmax(logits: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+@jax.jit
+def _nll_and_divergence(
+    log_probs: jax.Array, full: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mean NLL of `targets` i32[T] and mean KL(full || this), in nats a token."""
+    nll = -jnp.take_along_axis(log_probs, targets[:, None], axis=1).mean()
+    return nll, (jnp.exp(full) * (full - log_probs)).sum(axis=-1).mean()
+
+
+@dataclass
+class Setup:
+    """One way to keep the cache, with one row of pages; results are appended sample by sample."""
+
+    label: str
+    plan: tj.CachePlan
+    scorer: Scorer
+    config: ModelConfig
+    params: Any
+    max_tokens: int
+    chunk: int
+    results: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        pages = self.plan.pages(self.max_tokens, ANSWER_TOKENS)
+        self.cache = tj.init_cache(
+            self.plan,
+            self.config,
+            num_pages=pages,
+            max_requests=1,
+            max_tokens=self.max_tokens + ANSWER_TOKENS,
+            max_tail=ANSWER_TOKENS,
+        )
+        self.static = {"config": self.config, "plan": self.plan}
+
+    def memory(self, tokens: int) -> float:
+        """Bytes of the pages of `tokens` tokens over those of full KV without page rounding."""
+        slots = self.plan.pages(tokens) * self.plan.heads_per_page * self.plan.page_size
+        return slots / (tokens * self.plan.group_of.size)
+
+    def start(self) -> None:
+        self.cache = tj.release(self.plan, self.cache, jnp.int32(0))
+        self.count = 0
+
+    def prefill(self, tokens: np.ndarray) -> jax.Array:
+        """Runs `tokens` in chunks; returns the logits f32[V] after the last."""
+        for first in range(0, len(tokens), self.chunk):
+            part = tokens[first : first + self.chunk]
+            self._reserve(len(part), 0)
+            padded = np.zeros(self.chunk, np.int32)
+            padded[: len(part)] = part
+            logits, self.cache = _chunk(
+                self.params, self.cache, padded, np.int32(len(part)), scorer=self.scorer, **self.static
+            )
+        return logits
+
+    def continuation(self, tokens: np.ndarray) -> jax.Array:
+        """Logits f32[T, V] after each of `tokens`, which all see the compressed context."""
+        self._reserve(len(tokens), 0)
+        logits, self.cache = _continuation(self.params, self.cache, tokens, scorer=self.scorer, **self.static)
+        return logits
+
+    def answer(self, logits: jax.Array) -> list[int]:
+        """Greedy tokens, the first from `logits` f32[V], up to the end of the turn."""
+        self._reserve(0, ANSWER_TOKENS)
+        token = jnp.argmax(logits)[None].astype(jnp.int32)
+        ids: list[int] = []
+        while len(ids) < ANSWER_TOKENS and int(token[0]) not in self.config.eos_token_ids:
+            ids.append(int(token[0]))
+            token, self.cache = _decode(self.params, self.cache, token, **self.static)
+        return ids
+
+    def _reserve(self, more: int, tail: int) -> None:
+        self.count += more
+        self.cache = tj.reserve(self.plan, self.cache, jnp.int32(0), jnp.int32(self.count), jnp.int32(tail))
+
+
+def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argparse.Namespace) -> list[Setup]:
+    """Full KV, then per-head budgets and uniform ones of the same size, for each asked form of the profile."""
+    scorer = tj.get_scorer(arguments.scorer or profile.provenance.get("method", "snapkv"))
+    longest = max(arguments.context + arguments.continuation, arguments.needle_tokens) + arguments.chunk
+    shape = profile.budgets.shape
+
+    def setup(label: str, budgets: tj.BudgetProfile) -> Setup:
+        plan = tj.CachePlan.build(budgets, arguments.heads_per_page, arguments.page_size, arguments.cluster)
+        return Setup(label, plan, scorer, model.config, model.params, longest, arguments.chunk)
+
+    setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]
+    forms = {
+        f"normalised to {profile.retention:g}": profile.normalized(),
+        f"with margin (alpha {profile.alpha:g})": profile,
+    }
+    for name, form in list(forms.items())[: 1 + arguments.margin]:
+        per_head = setup(f"per-head, {name}", form)
+        same = per_head.plan.entries(arguments.context) / (arguments.context * form.budgets.size)
+        setups += [setup(f"uniform, {same:.3f}", tj.BudgetProfile.uniform(*shape, same)), per_head]
+    return setups
+
+
+def measure_text(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
+    """Appends "nll", "kl" and "kind" of every sample to the setups' results. The first setup is the reference."""
+    length = arguments.context + arguments.continuation
+    samples = heldout_samples(model.tokenizer, arguments.samples, length, arguments.seed)
+    for sample in track(samples, "text", console=Console(stderr=True)):
+        context, rest = np.split(sample.tokens, [arguments.context])
+        reference = None
+        for setup in setups:
+            setup.start()
+            first = setup.prefill(context)
+            following = setup.continuation(rest)
+            log_probs = _log_softmax(jnp.concatenate([first[None], following[:-1]]))
+            reference = log_probs if reference is None else reference
+            nll, divergence = _nll_and_divergence(log_probs, reference, rest)
+            for key, value in (("nll", float(nll)), ("kl", float(divergence)), ("kind", sample.kind)):
+                setup.results.setdefault(key, []).append(value)
+
+
+def measure_needles(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
+    """Appends whether each needle was found, under "aware" and "agnostic", to the setups' results."""
+    needles = make_needles(model.tokenizer, arguments.needles, arguments.needle_tokens, arguments.seed)
+    for needle in track(needles, "needles", console=Console(stderr=True)):
+        for setup in setups:
+            for mode, parts in _prompts(needle).items():
+                setup.start()
+                for part in parts:
+                    logits = setup.prefill(part)
+                text = model.tokenizer.decode(setup.answer(logits))
+                setup.results.setdefault(mode, []).append(needle.answer.lower() in text.lower())
+
+
+def _prompts(needle: Needle) -> dict[str, list[np.ndarray]]:
+    return {
+        "aware": [np.concatenate([needle.context, needle.question])],
+        "agnostic": [needle.context, needle.question],
+    }
+
+
+def interval(values: Any, seed: int = 0) -> tuple[float, float, float]:
+    """Mean of `values` f[samples] and its 95% bootstrap interval over samples."""
+    values = np.asarray(values, np.float64)
+    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
+    return float(values.mean()), float(low), float(high)
+
+
+def _text(values: Any, digits: int = 4) -> str:
+    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(values), d=digits)
+
+
+def report(setups: list[Setup], arguments: argparse.Namespace, console: Console) -> None:
+    """Tables of what was measured."""
+    full = setups[0].results
+    tokens = arguments.context
+    if "nll" in full:
+        count = len(full["nll"])
+        table = Table(
+            title=f"{count} held-out samples: {tokens} tokens compressed, the next {arguments.continuation} scored"
+        )
+        for name in ("budgets", "entries", "bytes", "NLL", "NLL - full KV", "KL(full || this)"):
+            table.add_column(name)
+        for setup in setups:
+            entries = setup.plan.entries(tokens) / (tokens * setup.plan.group_of.size)
+            more = np.subtract(setup.results["nll"], full["nll"])
+            row = (setup.results["nll"], more, setup.results["kl"])
+            table.add_row(setup.label, f"{entries:.3f}", f"{setup.memory(tokens):.3f}", *map(_text, row))
+        console.print(table)
+        for uniform, per_head in zip(setups[1::2], setups[2::2], strict=True):
+            for key in ("nll", "kl"):
+                less = np.subtract(uniform.results[key], per_head.results[key])
+                wins = int((less > 0).sum())
+                console.print(
+                    f"{key} of {uniform.label} minus {per_head.label}: {_text(less)}; per-head better in {wins} of {count}"
+                )
+    if "aware" in full:
+        count = len(full["aware"])
+        table = Table(title=f"{count} needle questions at {arguments.needle_tokens} tokens: share answered")
+        for name in ("budgets", "question compressed too", "question after compression"):
+            table.add_column(name)
+        for setup in setups:
+            table.add_row(setup.label, *(_text(setup.results[mode], 2) for mode in ("aware", "agnostic")))
+        console.print(table)
+
+
+def save(path: Path, setups: list[Setup], arguments: argparse.Namespace, profile: tj.BudgetProfile) -> None:
+    """All numbers, sample by sample, with what they were measured with."""
+    record = {
+        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        "profile": dict(profile.provenance),
+        "versions": versions(),
+        "setups": [
+            {
+                "label": setup.label,
+                "entries": setup.plan.entries(arguments.context)
+                / (arguments.context * setup.plan.group_of.size),
+                "bytes": setup.memory(arguments.context),
+                "scorer": setup.scorer.name,
+                **{
+                    k: [round(v, 6) if isinstance(v, float) else v for v in x]
+                    for k, x in setup.results.items()
+                },
+            }
+            for setup in setups
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    out = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n")[0]
+    )
+    out.add_argument("--model", default=DEFAULT_MODEL)
+    out.add_argument("--profile", type=Path, help="default: the profile shipped for the model")
+    out.add_argument("--scorer", help="default: the method that the profile was calibrated with")
+    out.add_argument(
+        "--retention", type=float, help="normalise the profile to this retention instead of its own"
+    )
+    out.add_argument("--margin", action="store_true", help="also the budgets as calibrated, margin included")
+    out.add_argument("--samples", type=int, default=40)
+    out.add_argument("--context", type=int, default=1536)
+    out.add_argument("--continuation", type=int, default=256)
+    out.add_argument("--chunk", type=int, default=512)
+    out.add_argument("--needles", type=int, default=30)
+    out.add_argument("--needle-tokens", type=int, default=2000)
+    out.add_argument("--needle-only", action="store_true")
+    out.add_argument("--heads-per-page", type=int, default=1)
+    out.add_argument("--page-size", type=int, default=16)
+    out.add_argument("--cluster", default="layer")
+    out.add_argument("--seed", type=int, default=0)
+    out.add_argument("--out", type=Path, help="write every number as JSON")
+    return out
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    path = arguments.profile or shipped_profile(arguments.model)
+    if path is None:
+        print(f"no profile is shipped for {arguments.model}: give --profile FILE", file=sys.stderr)
+        return 2
+    profile = tj.BudgetProfile.load(path)
+    if arguments.retention:
+        profile = replace(profile, retention=arguments.retention)
+    model = load_model(arguments.model)
+    setups = make_setups(model, profile, arguments)
+    if not arguments.needle_only:
+        measure_text(model, setups, arguments)
+    if arguments.needles:
+        measure_needles(model, setups, arguments)
+    report(setups, arguments, Console(width=150))
+    if arguments.out:
+        save(arguments.out, setups, arguments, profile)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Ragged decode attention: KV bytes per second over the read roof of the same run, on shapes of real models.
+
+  python -m benchmarks.ragged_decode                 a few minutes on one Hopper GPU
+  python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
+  python -m benchmarks.ragged_decode --baselines     also an XLA gather, JAX's Pallas-Triton paged attention, PyTorch SDPA
+  python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
+
+Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
+"ragged": budgets of heads are lognormal (sigma 0.8) around the retention; "equal": the same bytes, all heads alike.
+"""
+
+import argparse
+import csv
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_timing import busy_us, cold_kernel_us, read_roof
+from pallas_kernels import ragged_decode as rd
+from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    model: str
+    requests: int
+    context: int
+    retention: float
+    skew: str  # "ragged" or "equal"
+    page: int = 64
+
+    def lengths(self, shape: Shape) -> np.ndarray:
+        """i32[B, K]: every head its own group, as after clustering over the whole model."""
+        heads = shape.num_kv_heads
+        if self.skew == "equal" or self.retention == 1.0:
+            kept = np.full((self.requests, heads), self.retention)
+        else:
+            rng = np.random.default_rng(0)
+            kept = rng.lognormal(0.0, 0.8, size=heads)
+            for _ in range(20):  # the mean after capping at 1 is the retention
+                kept = np.minimum(kept * self.retention / kept.mean(), 1.0)
+            kept = np.tile(kept, (self.requests, 1))
+        return np.maximum(np.ceil(kept * self.context), 1).astype(np.int32)
+
+
+DEFAULT_ROWS = [
+    *(Row("Llama-3.1-8B", b, n, 0.25, s) for b, n in ((1, 8192), (16, 8192), (64, 8192), (64, 32768)) for s in ("ragged", "equal")),
+    *(Row("Llama-3.1-8B", b, n, 1.0, "equal") for b, n in ((1, 1024), (1, 8192), (1, 32768), (32, 8192), (4, 102400))),
+    Row("Llama-3.1-8B", 64, 32768, 0.25, "ragged", page=16),
+    Row("Llama-3.1-8B", 1, 102400, 0.25, "ragged"),
+    Row("Llama-3.1-8B", 128, 1024, 0.25, "ragged"),
+    Row("Gemma-3-12B", 16, 32768, 0.25, "ragged"),
+    Row("Gemma-3-12B", 1, 8192, 1.0, "equal"),
+    Row("Qwen3-4B", 64, 8192, 0.5, "ragged"),
+    Row("Qwen3-30B-A3B", 64, 32768, 0.25, "ragged"),
+    Row("GPT-OSS-20B", 64, 32768, 0.25, "ragged"),
+    Row("GPT-OSS-20B", 1, 8192, 1.0, "equal"),
+]
+
+
+def all_rows() -> list[Row]:
+    rows = []
+    for model in SHAPES:
+        for requests in (1, 4, 16, 64, 128):
+            for context in (1024, 8192, 32768, 131072):
+                for retention in (1.0, 0.5, 0.25):
+                    skews = ("equal",) if retention == 1.0 else ("ragged", "equal")
+                    rows += [Row(model, requests, context, retention, skew) for skew in skews]
+    return rows
+
+
+@dataclasses.dataclass
+class Inputs:
+    q: jax.Array
+    pool: jax.Array
+    table: jax.Array
+    lengths: np.ndarray
+    first: np.ndarray
+    column: np.ndarray
+    shape: Shape
+    options: dict[str, Any]
+
+    @property
+    def kv_bytes(self) -> int:
+        return int(self.lengths.sum()) * 2 * self.shape.head_dim * 2
+
+    def plan(self, **how: Any) -> rd.DecodePlan:
+        plan = rd.plan_decode(
+            jnp.asarray(self.lengths), self.first, self.column,
+            page_size=self.pool.shape[3], row_stride=self.table.shape[1], **how,
+        )  # fmt: skip
+        return jax.tree.map(jnp.asarray, plan.layer(0))
+
+
+def make_inputs(row: Row) -> Inputs:
+    """One head per page (the hardest layout for memory), pages in random order."""
+    shape = SHAPES[row.model]
+    lengths = row.lengths(shape)
+    pages = -(-lengths // row.page)
+    rng = np.random.default_rng(1)
+    room = pages.max(axis=0)
+    first = np.concatenate([[0], np.cumsum(room)[:-1]]).astype(np.int32)
+    order = rng.permutation(int(pages.sum())).astype(np.int32)
+    table = np.zeros((row.requests, int(room.sum())), np.int32)
+    at = 0
+    for b in range(row.requests):
+        for k, n in enumerate(pages[b]):
+            table[b, first[k] : first[k] + n] = order[at : at + n]
+            at += n
+    pool_shape = (int(pages.sum()), 2, 1, row.page, shape.head_dim)
+    bits = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, jnp.uint16))()
+    # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
+    pool = jax.jit(lambda x: jax.lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0)(bits)
+    q = jax.random.normal(
+        jax.random.PRNGKey(1), (row.requests, shape.num_kv_heads, shape.group, shape.head_dim), jnp.bfloat16
+    )
+    options = {"sinks": jnp.ones((shape.num_kv_heads, shape.group))} if shape.sinks else {}
+    return Inputs(q, pool, jnp.asarray(table), lengths, first, np.zeros(shape.num_kv_heads, np.int32), shape, options)
+
+
+def kernel_us(x: Inputs, tuning: rd.Tuning = rd.DEFAULT, **how: Any) -> tuple[float, float]:
+    def call(q: jax.Array, pool: jax.Array, table: jax.Array, plan: rd.DecodePlan) -> Any:
+        return rd.ragged_decode(q, pool, table, plan, scale=x.shape.head_dim**-0.5, tuning=tuning, **x.options)
+
+    return cold_kernel_us(call, (x.q, x.pool, x.table, x.plan(**how)), "ragged_decode")
+
+
+def measure(row: Row, roof: float, baselines: bool, divisions: bool, tuning: rd.Tuning = rd.DEFAULT) -> dict[str, Any]:
+    x = make_inputs(row)
+    us, least = kernel_us(x, tuning)
+    bytes_us = x.kv_bytes / roof / 1e3
+    result = dataclasses.asdict(row) | {
+        "MB": x.kv_bytes / 1e6,
+        "us": us,
+        "least": least,
+        "GB/s": x.kv_bytes / us / 1e3,
+        "of roof": bytes_us / us,
+        "goal us": 6 + bytes_us / 0.99,
+        "over bytes": us - bytes_us / 0.99,
+    }
+    if divisions:
+        result |= divided(x)
+    if baselines:
+        from benchmarks.ragged_decode_baselines import baseline_us
+
+        result |= baseline_us(x, busy_us)
+    return result
+
+
+def divided(x: Inputs) -> dict[str, float]:
+    """The same kernel under other plans: uniform splits, the paper's split map, borders made on the host."""
+    ctas = rd.plan_decode(jnp.ones((1, 1), jnp.int32), [0], [0], page_size=64, row_stride=1).num_shares
+    batch, heads = x.lengths.shape
+    uniform = max(1, round(ctas / (batch * heads)))
+    budgets = x.lengths.mean(axis=0)
+    split_map = np.maximum(1, np.round(ctas / batch * budgets / budgets.sum())).astype(int)
+    return {
+        "uniform splits": kernel_us(x, splits=uniform)[0],
+        "split map": kernel_us(x, splits=split_map)[0],
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(key for r in results for key in r))
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3f}" if abs(value) < 2 else f"{value:.1f}"
+        return str(value)
+
+    table = [columns, *([text(r.get(c, "")) for c in columns] for r in results)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        print("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)), flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--divisions", action="store_true")
+    parser.add_argument("--model", help="only rows of this model")
+    parser.add_argument("--csv", help="write the rows there too")
+    options = parser.parse_args(argv)
+    roof = read_roof()
+    print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
+    results = []
+    for row in all_rows() if options.all else DEFAULT_ROWS:
+        if options.model not in (None, row.model):
+            continue
+        if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
+            continue
+        results.append(measure(row, roof, options.baselines, options.divisions))
+        print(".", end="", file=sys.stderr, flush=True)
+    show(results)
+    if options.csv:
+        with open(options.csv, "w", newline="") as f:
+            writer = csv.DictWriter(f, list(dict.fromkeys(key for r in results for key in r)))
+            writer.writeheader()
+            writer.writerows(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The few device operations that Pallas does not offer (or only at a price), written with `inline_mgpu`.
+
+The CPU interpreter cannot run them: `mosaic_gpu.py` has a plain path beside each.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def signal(counter: jax.Ref) -> None:
+    """Adds 1 to an i32 in global memory, after all stores of this warpgroup (release)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(ctx, counter):
+        del ctx
+        mgpu_utils.warpgroup_barrier()
+        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    run(counter)
+
+
+def wait_and_clear(counter: jax.Ref, value: jax.Array) -> None:
+    """Waits until an i32 in global memory has reached `value`, takes it down to zero again (acquire)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def run(ctx, counter, value):
+        del ctx
+        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).wait(
+            value.registers.item(), decrement=True, memory_scope="gpu"
+        )
+
+    run(counter, value)
+
+
+def load_transposed(src: jax.Ref, columns: int) -> jax.Array:
+    """[G, D] in global memory to [D, columns] registers (WGMMA layout); columns from G on repeat the last row."""
+    group, head_dim = src.shape
+    result = plgpu.ShapeDtypeStruct((head_dim, columns), src.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def run(ctx, src):
+        del ctx
+        index = ir.IndexType.get()
+        element = ir.MemRefType(src.type).element_type
+        most = arith.constant(index, group - 1)
+        zero = mgpu.FragmentedArray.splat(
+            mgpu_utils.c(0.0, element), (head_dim, columns), layout=mgpu.WGMMA_LAYOUT
+        )
+
+        def load(_, position):
+            d, g = position
+            return memref.load(src, [arith.minui(g, most), d])
+
+        return zero.foreach(load, create_array=True)
+
+    return run(src)
+
+
+def store_transposed(value: jax.Array, dst: jax.Ref) -> None:
+    """Stores [D, Gp] registers (WGMMA layout) to [G, D] in global memory; rows from G on are dropped."""
+    group = dst.shape[-2]
+    dtype = dst.dtype
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def run(ctx, value, dst):
+        del ctx
+        index = ir.IndexType.get()
+        limit = arith.constant(index, group)
+        rows = value.shape[1]
+
+        def store(element, position):
+            d, g = position
+            if rows == group:
+                memref.store(element, dst, [g, d])
+                return
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, g, limit)):
+                memref.store(element, dst, [g, d])
+
+        value.foreach(store)
+
+    run(value.astype(dtype), dst)
+

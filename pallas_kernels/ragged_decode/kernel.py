@@ -1,0 +1,380 @@
+"""The ragged decode kernel for Hopper GPUs, in Pallas' Mosaic GPU.
+
+CTA `w` takes share `w` of the plan: an interval of the line of all KV entries of one layer. One warpgroup issues the loads
+of pages (TMA), one computes. Keys are the left operand of the matrix products: S^T = K Q^T and O^T = V^T P^T, so that a tile
+of 64 or more entries fills the instruction's 64 rows and the G queries are its columns (8 or 16 of them), where Q K^T would
+pad G to 64. Every operand comes from shared memory.
+
+A share is worked through from its back: the piece that another CTA waits for comes first. It leaves that piece in global
+memory and adds 1 to the counter of the CTA that holds the item's end; that CTA waits, folds in the pieces of its item in
+order and writes the result. Signals go only to CTAs of a higher number, so nothing deadlocks however many CTAs fit, and
+results repeat bit for bit. The counters are part of the plan and are zero again when the kernel ends.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.ragged_decode import device_ops
+from pallas_kernels.ragged_decode import plan as P
+from pallas_kernels.ragged_decode.tuning import Tuning
+
+LOG2E = math.log2(math.e)
+LOW = -1e30  # below every logit, and finite: exp2(LOW - m) is 0, never NaN
+WGMMA = plgpu.Layout.WGMMA
+BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+i32, f32 = jnp.int32, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything static. `queries` is G rounded up to a multiple of 8: the columns of the matrix products."""
+
+    kv_heads: int
+    group: int
+    queries: int
+    head_dim: int
+    page: int
+    unit: int  # entries between possible borders of shares
+    block: int  # entries of a tile
+    num_shares: int
+    scale: float
+    soft_cap: float | None
+    has_sinks: bool
+    has_new: bool
+    fused: bool
+    interpreted: bool
+    tuning: Tuning
+
+    @property
+    def pages(self) -> int:
+        return self.block // self.page
+
+    @property
+    def slots(self) -> int:
+        return self.tuning.num_slots(self.head_dim, self.block)
+
+
+class _Refs(NamedTuple):
+    share: Any  # i32[W, SHARE_COLUMNS]
+    item: Any  # i32[items + 1, ITEM_COLUMNS]
+    sync: Any  # i32[W, SYNC_STRIDE]
+    table: Any  # i32[B * R]
+    q: Any  # [items, G, D]
+    pool: Any  # [num_pages, 2, Hp, P, D]
+    sinks: Any  # f32[K, Gp], times log2(e)
+    k_new: Any  # [items, D]
+    v_new: Any
+    out: Any  # [items, G, D]
+    lse: Any  # f32[items, Gp]
+    part: Any  # f32[W, D, Gp] (2 W if merged outside)
+    part_ml: Any  # f32[W, 2, Gp]
+    q_s: Any = None  # [Gp, D]
+    kv_s: Any = None  # [slots, block, D]
+    p_s: Any = None  # [Gp, block]
+    full: Any = None
+    free: Any = None
+
+
+def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
+    inputs, rest = list(refs[:6]), list(refs[6:])
+    inputs.append(rest.pop(0) if cfg.has_sinks else None)
+    inputs += [rest.pop(0), rest.pop(0)] if cfg.has_new else [None, None]
+    gmem = _Refs(*inputs, *rest)
+
+    def body(*smem: Any) -> None:
+        refs = gmem._replace(**dict(zip(_Refs._fields[-5:], smem, strict=True)))
+        wg = lax.axis_index("wg")
+        pl.when(wg == 0)(functools.partial(_compute, cfg, refs))
+        pl.when(wg == 1)(functools.partial(_load, cfg, refs))
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    pl.run_scoped(
+        body,
+        plgpu.SMEM((cfg.queries, cfg.head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((cfg.slots, cfg.block, cfg.head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((cfg.queries, cfg.block), dtype, transforms=tiled),
+        plgpu.Barrier(num_arrivals=cfg.pages, num_barriers=cfg.slots),
+        plgpu.Barrier(num_barriers=cfg.slots),
+        collective_axes="wg",
+    )
+
+
+class _Item(NamedTuple):
+    """One item and the part of it that belongs to this share."""
+
+    begin: Any  # units
+    stop: Any
+    length: Any  # entries
+    number: Any  # b * K + k
+
+    def piece(self, cfg: Config, start: Any, end: Any) -> tuple[Any, Any, Any]:
+        """First entry of the piece, the entry after its last, its tiles."""
+        base = (jnp.maximum(start, self.begin) - self.begin) * cfg.unit
+        limit = jnp.minimum((jnp.minimum(end, self.stop) - self.begin) * cfg.unit, self.length)
+        return base, limit, lax.div(limit - base + (cfg.block - 1), i32(cfg.block))
+
+
+def _load(cfg: Config, refs: _Refs) -> None:
+    """The loading warpgroup: the pages of the share, tile by tile."""
+    cta = lax.axis_index("cta")
+    start, end, first, last = (refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM))
+    columns = (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER, P.OFFSET, P.COLUMN)
+    begin, stop, length, number, offset, column = (refs.share[cta, column] for column in columns)
+    slots, most = i32(cfg.slots), refs.table.shape[0] - 1
+
+    def page_numbers(offset: Any, entry: Any, limit: Any) -> tuple[Any, ...]:
+        page, last_page = lax.div(entry, i32(cfg.page)), lax.div(limit - 1, i32(cfg.page))
+        at = (jnp.clip(offset + jnp.minimum(page + u, last_page), 0, most) for u in range(cfg.pages))
+        return tuple(refs.table[x] for x in at)
+
+    @pl.when(end > start)
+    def _() -> None:
+        item = _Item(begin, stop, length, number)
+        base, limit, _ = item.piece(cfg, start, end)
+
+        def one_item(j: Any, carry: Any) -> Any:
+            done, item, offset, column, ids = carry
+            before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
+            begin, length, next_offset, next_column, number = (refs.item[before, x] for x in range(5))
+            base, limit, tiles = item.piece(cfg, start, end)
+            next_item = _Item(begin, item.begin, length, number)
+            next_base, next_limit, _ = next_item.piece(cfg, start, end)
+
+            def one_tile(t: Any, ids: Any) -> Any:
+                more = t + 1 < tiles  # page numbers are read one tile ahead of their use, across items too
+                ahead = page_numbers(
+                    jnp.where(more, offset, next_offset),
+                    jnp.where(more, base + (t + 1) * cfg.block, next_base),
+                    jnp.where(more, limit, next_limit),
+                )
+                for kv in range(2):
+                    turn = 2 * (done + t) + kv
+                    slot = lax.rem(turn, slots)
+
+                    @pl.when(turn >= slots)
+                    def _(slot: Any = slot) -> None:
+                        plgpu.barrier_wait(refs.free.at[slot])
+
+                    for u, page in enumerate(ids):
+                        rows = refs.kv_s.at[slot, pl.ds(u * cfg.page, cfg.page)]
+                        plgpu.copy_gmem_to_smem(refs.pool.at[page, kv, column], rows, refs.full.at[slot])
+                return ahead
+
+            ids = lax.fori_loop(0, tiles, one_tile, ids)
+            return done + tiles, next_item, next_offset, next_column, ids
+
+        init = (i32(0), item, offset, column, page_numbers(offset, base, limit))
+        done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
+        if cfg.interpreted:  # it wants every completion of a barrier to be seen
+            for slot in range(cfg.slots):
+
+                @pl.when(2 * done > slot)
+                def _(slot: int = slot) -> None:
+                    plgpu.barrier_wait(refs.free.at[slot])
+
+
+def _spread(x: Any, shape: tuple[int, ...]) -> Any:
+    """A value per query, repeated over the rows of [*, Gp]."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def _compute(cfg: Config, refs: _Refs) -> None:
+    """The computing warpgroup: items without entries, then the share from its back."""
+    cta = lax.axis_index("cta")
+    start, end, first, last = (refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM))
+    begin, stop, length, number = (refs.share[cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER))
+    hand_to, first_share, num_empty = (refs.share[cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY))
+    tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
+    slots = i32(cfg.slots)
+
+    def nothing() -> tuple[Any, Any, Any]:
+        return (
+            plgpu.layout_cast(jnp.zeros(out_shape, f32), WGMMA),
+            plgpu.layout_cast(jnp.full((cfg.queries,), LOW, f32), BY_QUERY),
+            plgpu.layout_cast(jnp.zeros((cfg.queries,), f32), BY_QUERY),
+        )
+
+    def empty(n: Any, _: Any) -> Any:
+        number = refs.item[cta + n * cfg.num_shares, P.ITEM_EMPTY]
+        q = _read_queries(cfg, refs, number) if cfg.has_new else None
+        acc, m, norm = nothing()
+        _finish(cfg, refs, number, q, acc, m, norm, _read_new(cfg, refs, number))
+        return ()
+
+    rounds = lax.div(jnp.maximum(num_empty - cta, 0) + (cfg.num_shares - 1), i32(cfg.num_shares))
+    lax.fori_loop(0, rounds, empty, ())
+
+    @pl.when(end > start)
+    def _() -> None:
+        def one_item(j: Any, carry: Any) -> Any:
+            done, item, q = carry
+            before = jnp.maximum(last - j - 1, 0)
+            begin, length, number = (refs.item[before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER))
+            base, limit, tiles = item.piece(cfg, start, end)
+            new = _read_new(cfg, refs, item.number)
+            refs.q_s.transpose((1, 0))[...] = q
+            plgpu.commit_smem()
+            next_q = _read_queries(cfg, refs, number)
+
+            def one_tile(t: Any, carry: Any) -> Any:
+                acc, m_old, weights = carry
+                k, v = (lax.rem(2 * (done + t) + kv, slots) for kv in range(2))
+                plgpu.barrier_wait(refs.full.at[k])
+                s = _product(tile_shape, refs.kv_s.at[k], refs.q_s.transpose((1, 0)))
+                plgpu.barrier_arrive(refs.free.at[k])
+                entry = plgpu.broadcasted_iota(i32, tile_shape, 0, layout=WGMMA)
+                s = jnp.where(entry < limit - base - t * cfg.block, _logits(cfg, s), LOW)
+                m = jnp.maximum(m_old, s.max(axis=0))
+                fade = jnp.exp2(m_old - m)
+                p = jnp.exp2(s - _spread(m, tile_shape))
+                refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
+                plgpu.commit_smem()
+                weights = weights * _spread(fade, tile_shape) + p  # summed over entries once, at the end
+                acc = acc * _spread(fade, out_shape)
+                plgpu.barrier_wait(refs.full.at[v])
+                values = refs.kv_s.at[v].transpose((1, 0))
+                acc = acc + _product(out_shape, values, refs.p_s.transpose((1, 0)))
+                plgpu.barrier_arrive(refs.free.at[v])
+                return acc, m, weights
+
+            acc, m, _ = nothing()
+            weights = plgpu.layout_cast(jnp.zeros(tile_shape, f32), WGMMA)
+            acc, m, weights = lax.fori_loop(0, tiles, one_tile, (acc, m, weights))
+            norm = weights.sum(axis=0)
+            has_head, has_tail = start <= item.begin, end >= item.stop
+            if cfg.fused:
+                _fused(cfg, refs, item, q, acc, m, norm, new, has_head, has_tail, hand_to, first_share)
+            else:
+
+                @pl.when(has_head & has_tail)
+                def _() -> None:
+                    _finish(cfg, refs, item.number, q, acc, m, norm, new)
+
+                @pl.when(jnp.logical_not(has_head & has_tail))
+                def _() -> None:
+                    _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
+
+            return done + tiles, _Item(begin, item.begin, length, number), next_q
+
+        init = (i32(0), _Item(begin, stop, length, number), _read_queries(cfg, refs, number))
+        lax.fori_loop(0, last - first + 1, one_item, init)
+
+
+def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:
+    def run(ref: Any) -> Any:
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, f32))
+
+
+def _logits(cfg: Config, s: Any) -> Any:
+    """Raw products to logits, in units of log 2."""
+    if cfg.soft_cap is None:
+        return s * (cfg.scale * LOG2E)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact where the hardware's approximate tanh has 11 bits
+    e = jnp.exp2(s * (2 * LOG2E * cfg.scale / cfg.soft_cap))
+    return cfg.soft_cap * LOG2E * (1.0 - 2.0 / (e + 1.0))
+
+
+def _leave_piece(refs: _Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
+    refs.part.at[slot][...] = acc
+    refs.part_ml.at[slot, 0][...] = m
+    refs.part_ml.at[slot, 1][...] = norm
+
+
+def _fused(
+    cfg: Config, refs: _Refs, item: _Item, q: Any, acc: Any, m: Any, norm: Any, new: Any,
+    has_head: Any, has_tail: Any, hand_to: Any, first_share: Any,
+) -> None:  # fmt: skip
+    """Hands a piece over, or folds in the pieces that other CTAs left and writes the item's result."""
+    cta, unroll = lax.axis_index("cta"), cfg.tuning.merge_unroll
+    shape = (cfg.head_dim, cfg.queries)
+
+    @pl.when(jnp.logical_not(has_tail))
+    def _() -> None:
+        _leave_piece(refs, cta, acc, m, norm)
+        device_ops.signal(refs.sync.at[hand_to, 0])
+
+    @pl.when(has_tail)
+    def _() -> None:
+        others = jnp.where(has_head, 0, cta - first_share)
+
+        @pl.when(others > 0)
+        def _() -> None:
+            device_ops.wait_and_clear(refs.sync.at[cta, 0], others)
+
+        def some(r: Any, carry: Any) -> Any:  # several at a time, so that their reads overlap
+            acc, m, norm = carry
+            pieces = []
+            for k in (r * unroll + u for u in range(unroll)):
+                at = first_share + jnp.minimum(k, others - 1)
+                part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
+                part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
+                part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
+                pieces.append((part, part_m + jnp.where(k < others, f32(0), f32(LOW)), part_norm))
+            top = m
+            for _, part_m, _ in pieces:
+                top = jnp.maximum(top, part_m)
+            fade = jnp.exp2(m - top)
+            acc, norm = acc * _spread(fade, shape), norm * fade
+            for part, part_m, part_norm in pieces:
+                weight = jnp.exp2(part_m - top)
+                acc, norm = acc + part * _spread(weight, shape), norm + part_norm * weight
+            return acc, top, norm
+
+        rounds = lax.div(others + (unroll - 1), i32(unroll))
+        acc_all, m_all, norm_all = lax.fori_loop(0, rounds, some, (acc, m, norm))
+        _finish(cfg, refs, item.number, q, acc_all, m_all, norm_all, new)
+
+
+def _read_queries(cfg: Config, refs: _Refs, number: Any) -> Any:
+    """The item's queries, transposed: [D, Gp]. Columns from G on hold something finite."""
+    if cfg.interpreted:
+        return plgpu.layout_cast(refs.q.at[number].transpose((1, 0))[...], WGMMA)
+    return device_ops.load_transposed(refs.q.at[number], cfg.queries)
+
+
+def _read_new(cfg: Config, refs: _Refs, number: Any) -> Any:
+    """The current token's key and value, f32[D] each; read early, used when the item ends."""
+    if not cfg.has_new:
+        return None
+    return tuple(plgpu.load(ref.at[number], layout=BY_ROW, optimized=False).astype(f32) for ref in (refs.k_new, refs.v_new))
+
+
+def _finish(cfg: Config, refs: _Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, new: Any) -> None:
+    """Adds the sink and the current token, normalises, writes."""
+    shape = (cfg.head_dim, cfg.queries)
+
+    def fold(acc: Any, m: Any, norm: Any, logit: Any, value: Any) -> Any:
+        top = jnp.maximum(m, logit)
+        fade, weight = jnp.exp2(m - top), jnp.exp2(logit - top)
+        acc = acc * _spread(fade, shape)
+        if value is not None:
+            acc = acc + _spread(weight, shape) * lax.broadcast_in_dim(value, shape, [0])
+        return acc, top, norm * fade + weight
+
+    if cfg.has_sinks:
+        sink = plgpu.load(refs.sinks.at[lax.rem(number, i32(cfg.kv_heads))], layout=BY_QUERY, optimized=False)
+        acc, m, norm = fold(acc, m, norm, sink, None)
+    if cfg.has_new:
+        key, value = new
+        logit = _logits(cfg, (q.astype(f32) * lax.broadcast_in_dim(key, shape, [0])).sum(axis=0))
+        acc, m, norm = fold(acc, m, norm, logit, value)
+    held = norm > 0
+    inverse = jnp.where(held, 1.0 / norm, 0.0)
+    refs.lse.at[number][...] = jnp.where(held, (m + jnp.log2(norm)) * (1 / LOG2E), -jnp.inf)
+    out = acc * _spread(inverse, shape)
+    if cfg.interpreted:
+        refs.out.at[number][...] = out.T[: cfg.group].astype(refs.out.dtype)
+    else:
+        device_ops.store_transposed(out, refs.out.at[number])

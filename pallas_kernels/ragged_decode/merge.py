@@ -1,0 +1,86 @@
+"""Partial results put together by XLA: what the kernel does inside with `merge="fused"`, for the interpreter."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_decode.plan import (
+    END,
+    FIRST_ITEM,
+    ITEM_BEGIN,
+    ITEM_NUMBER,
+    NUMBER,
+    START,
+    STOP,
+    DecodePlan,
+)
+
+LOG2E = math.log2(math.e)
+
+
+def merge_pieces(
+    plan: DecodePlan,
+    out: jax.Array,
+    lse: jax.Array,
+    part: jax.Array,
+    part_ml: jax.Array,
+    q: jax.Array,
+    sinks: jax.Array | None,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in the items that borders cut.
+
+    Args:
+      plan: of one layer.
+      out, lse: [items, G, D], f32[items, Gp]: right for whole items, unwritten for cut ones.
+      part, part_ml: f32[2 W, D, Gp], f32[2 W, 2, Gp]: of share w, slot 2 w holds the piece of its last item if that goes on
+        in another share, slot 2 w + 1 the piece of its first item if that ends here but began elsewhere. Sums of values
+        weighted by exp2(logit - m), then m and the sum of the weights; logits in units of log 2.
+      q, k_new, v_new: [items, G or more, D], [items, D], [items, D]. sinks: [K, G].
+    """
+    items, group, _ = out.shape
+    share = plan.shares
+    held = share[:, END] > share[:, START]
+    first_begin = plan.items[share[:, FIRST_ITEM], ITEM_BEGIN]
+    first_stop = plan.items[share[:, FIRST_ITEM] + 1, ITEM_BEGIN]
+    handed = held & (share[:, END] < share[:, STOP])
+    kept = held & (share[:, START] > first_begin) & (share[:, END] >= first_stop)
+    item = jnp.stack([share[:, NUMBER], plan.items[share[:, FIRST_ITEM], ITEM_NUMBER]], axis=1).reshape(-1)
+    valid = jnp.stack([handed, kept], axis=1).reshape(-1)
+    item = jnp.where(valid, item, items)  # the others go to a segment that is dropped
+    part = jnp.where(valid[:, None, None], part, 0.0)
+    m = jnp.where(valid[:, None], part_ml[:, 0], -jnp.inf)
+    top = jax.ops.segment_max(m, item, items + 1)
+    weight = jnp.where(valid[:, None], jnp.exp2(m - top[item]), 0.0)
+    denominator = jax.ops.segment_sum(jnp.where(valid[:, None], part_ml[:, 1], 0.0) * weight, item, items + 1)[:-1]
+    numerator = jax.ops.segment_sum(part * weight[:, None], item, items + 1)[:-1]
+    cut = jnp.zeros(items + 1, bool).at[item].set(True)[:-1]
+    top = jnp.where(cut[:, None], top[:-1], -1e30)
+
+    queries = lse.shape[1]
+    if sinks is not None:
+        logit = jnp.tile(jnp.pad(sinks.astype(jnp.float32) * LOG2E, ((0, 0), (0, queries - group))), (items // sinks.shape[0], 1))
+        numerator, top, denominator = _fold(numerator, top, denominator, logit, 0.0)
+    if k_new is not None and v_new is not None:
+        rows = q[:, :group].astype(jnp.float32)
+        logit = jnp.einsum("igd,id->ig", rows, k_new.astype(jnp.float32), precision="highest") * scale
+        if soft_cap is not None:
+            logit = soft_cap * jnp.tanh(logit / soft_cap)
+        logit = jnp.pad(logit * LOG2E, ((0, 0), (0, queries - group)))
+        numerator, top, denominator = _fold(numerator, top, denominator, logit, v_new.astype(jnp.float32)[:, :, None])
+    merged = (numerator / denominator[:, None]).swapaxes(1, 2)[:, :group]
+    out = jnp.where(cut[:, None, None], merged.astype(out.dtype), out)
+    return out, jnp.where(cut[:, None], (top + jnp.log2(denominator)) / LOG2E, lse)
+
+
+def _fold(acc, m, l, logit, value):
+    """One more entry: acc [i, D, g], the others [i, g]."""
+    new = jnp.maximum(m, logit)
+    old, e = jnp.exp2(m - new), jnp.exp2(logit - new)
+    return acc * old[:, None] + e[:, None] * value, new, l * old + e
+
+

@@ -1,0 +1,97 @@
+"""Ragged decode attention for Hopper GPUs, in Pallas' Mosaic GPU: the call. The kernel itself is in `kernel.py`.
+
+`merge="separate"` leaves the pieces of items that borders cut to XLA: for the CPU interpreter, which lacks the counters that
+the kernel uses to put them together itself.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu  # noqa: F401  (registers the dialect before Pallas needs it)
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_decode.kernel import LOG2E, Config, kernel_body
+from pallas_kernels.ragged_decode.merge import merge_pieces
+from pallas_kernels.ragged_decode.plan import DecodePlan
+from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
+
+f32 = jnp.float32
+
+
+def ragged_decode_mosaic_gpu(
+    q: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_new: jax.Array | None = None,
+    v_new: jax.Array | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    tuning: Tuning = DEFAULT,
+    merge: str = "fused",
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.ragged_decode.ragged_decode`."""
+    return _call(
+        q, pool, table, plan, sinks, k_new, v_new,
+        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap),
+        out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype), tuning=tuning, merge=merge, interpret=interpret,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "out_dtype", "tuning", "merge", "interpret"))
+def _call(q, pool, table, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tuning, merge, interpret):
+    # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
+    # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
+    batch, kv_heads, group, head_dim = q.shape
+    items = batch * kv_heads
+    queries = -(-group // 8) * 8
+    short = queries - group
+    rows = q.reshape(items, group, head_dim)
+    if interpret is not None:  # its reader of queries takes whole tiles
+        rows = jnp.pad(rows, ((0, 0), (0, short), (0, 0)))
+    operands = [plan.shares, plan.items, plan.sync, table.reshape(-1), rows, pool]
+    if sinks is not None:
+        padded = jnp.pad(sinks.astype(f32) * LOG2E, ((0, 0), (0, short)))
+        operands.append(padded)
+    if k_new is not None:
+        k_new, v_new = k_new.reshape(items, head_dim), v_new.reshape(items, head_dim)
+        operands += [k_new, v_new]
+
+    fused = merge == "fused"
+    pieces = plan.num_shares * (1 if fused else 2)
+    shapes = [
+        jax.ShapeDtypeStruct((items, group, head_dim), out_dtype),
+        jax.ShapeDtypeStruct((items, queries), f32),
+        jax.ShapeDtypeStruct((pieces, head_dim, queries), f32),
+        jax.ShapeDtypeStruct((pieces, 2, queries), f32),
+    ]
+    config = Config(
+        kv_heads=kv_heads, group=group, queries=queries, page=plan.page_size, unit=plan.unit, num_shares=plan.num_shares,
+        block=max(tuning.block(head_dim, plan.page_size), plan.unit), head_dim=head_dim, scale=scale, soft_cap=soft_cap,
+        has_sinks=sinks is not None, has_new=k_new is not None, fused=fused, interpreted=interpret is not None, tuning=tuning,
+    )  # fmt: skip
+
+    def ragged_decode(*refs):  # the name that profiles show
+        kernel_body(config, pool.dtype, *refs)
+
+    kernel = plgpu.kernel(
+        ragged_decode,
+        out_type=shapes,
+        grid=(plan.num_shares,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=6144),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    out, lse, part, part_ml = kernel(*operands)
+    if not fused:
+        out, lse = merge_pieces(plan, out, lse, part, part_ml, rows, sinks, k_new, v_new, scale, soft_cap)
+    return out.reshape(q.shape), lse[:, :group].reshape(batch, kv_heads, group)
+

@@ -1,0 +1,213 @@
+"""How the work of a decode step is divided among the CTAs of a GPU.
+
+The entries of all (request, KV head) items of one layer form one line, ordered by request, then head, and counted in units
+of `unit` entries. A share is an interval of that line; share `w` is the work of CTA `w`, whatever items it crosses. An item
+that a border cuts is put together again by the CTA that holds its end. So every way of dividing the work is a choice of
+borders, and one kernel serves them all:
+
+* equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests;
+* splits of every item, a constant number (FlashDecoding) or the split map of the paper (Algorithm 1);
+* borders given by the caller, for a plan made on the host.
+
+`plan_decode` is a handful of array operations on the device, done once per step for all layers.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Columns of `DecodePlan.shares`. The data of a share's last item stand in its row, so that a CTA can start loading pages
+# after two dependent reads (row, page number) instead of three.
+START, END, FIRST_ITEM, LAST_ITEM, BEGIN, STOP, LENGTH, OFFSET, COLUMN, NUMBER, HAND_TO, FIRST_SHARE, EMPTY = range(13)
+SHARE_COLUMNS = 16
+# Columns of `DecodePlan.items`. The first five speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
+# the others. NUMBER is the item's place in the batch, b * K + k.
+ITEM_BEGIN, ITEM_LENGTH, ITEM_OFFSET, ITEM_COLUMN, ITEM_NUMBER, ITEM_EMPTY = range(6)
+ITEM_COLUMNS = 8
+HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN = range(3)  # columns of `DecodePlan.heads`
+SYNC_STRIDE = 8  # one counter per 32 bytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """The division of one decode step, for all layers or (after `layer`) for one."""
+
+    shares: jax.Array  # i32[L, W, SHARE_COLUMNS]
+    items: jax.Array  # i32[L, B * K + 1, ITEM_COLUMNS]
+    heads: jax.Array  # i32[L, B * K, 3], in the batch's order, for the reference
+    sync: jax.Array  # i32[L, W, SYNC_STRIDE], zero between kernels: the kernel counts in it and leaves it at zero
+    page_size: int = dataclasses.field(metadata={"static": True})
+    unit: int = dataclasses.field(metadata={"static": True})
+
+    def layer(self, index: int) -> "DecodePlan":
+        """The plan of one layer: the same arrays without their leading axis."""
+        return dataclasses.replace(
+            self,
+            shares=self.shares[index],
+            items=self.items[index],
+            heads=self.heads[index],
+            sync=self.sync[index],
+        )
+
+    @property
+    def num_shares(self) -> int:
+        return self.shares.shape[-2]
+
+
+def default_num_shares() -> int:
+    """SMs of the default GPU; 132 (Hopper SXM) where there is none."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
+
+
+def default_unit(page_size: int) -> int:
+    """Entries to which borders of shares are rounded: small enough for balance, no smaller than a page."""
+    return max(page_size, 32)
+
+
+def plan_decode(
+    lengths: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
+    *,
+    page_size: int,
+    row_stride: int,
+    num_layers: int = 1,
+    rows: jax.Array | None = None,
+    num_shares: int | None = None,
+    splits: int | Sequence[int] | np.ndarray | None = None,
+    borders: jax.Array | None = None,
+    unit: int | None = None,
+) -> DecodePlan:
+    """Divides a decode step, for all layers at once.
+
+    Args:
+      lengths: i32[B, H] entries of each head's group, H = L * K heads in (layer, head) order. 0 or less: nothing to read.
+      first: i32[H] position of each head's group in a flat table row.
+      column: i32[H] column of each head within its pages.
+      page_size: entries in a page.
+      row_stride: page numbers in one row of the flat table, whose rows the kernel addresses by `rows`.
+      num_layers: L.
+      rows: i32[B] table row of each request; `arange(B)` if None.
+      num_shares: equal shares to make, by default one per SM.
+      splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
+      borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total; shares that
+        hold nothing must not lie between the pieces of one item.
+      unit: entries to which borders are rounded; a multiple of `page_size`.
+    """
+    unit = default_unit(page_size) if unit is None else unit
+    if unit % page_size:
+        raise ValueError(f"unit must be a multiple of page_size, got {unit} and {page_size}")
+    if splits is not None and (borders is not None or num_shares is not None):
+        raise ValueError("give splits, or borders, or num_shares, not several of them")
+    batch, heads = lengths.shape
+    if heads % num_layers:
+        raise ValueError(f"{heads} heads do not divide into {num_layers} layers")
+    kv_heads = heads // num_layers
+    num_items = batch * kv_heads
+
+    def by_layer(x: jax.Array) -> jax.Array:  # [B, H] -> [L, B * K]
+        return x.reshape(batch, num_layers, kv_heads).swapaxes(0, 1).reshape(num_layers, num_items)
+
+    length = jnp.maximum(by_layer(lengths.astype(jnp.int32)), 0)
+    table_row = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    offset = by_layer(table_row[:, None] * row_stride + jnp.asarray(first, jnp.int32)[None])
+    columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
+    units = -(-length // unit)
+    if borders is None and splits is None:
+        borders = _equal_borders(units.sum(axis=1), default_num_shares() if num_shares is None else num_shares)
+    elif borders is None:
+        parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
+        borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
+    assert borders is not None
+    items = _pack_items(units, length, offset, columns)
+    shares = _describe_shares(borders, items, num_empty=(units == 0).sum(axis=1, dtype=jnp.int32))
+    # Zeros that the compiler cannot know, so that it shares their memory with no other constant: the kernel writes there.
+    zero = jnp.minimum(length[:, :1, None], 0)
+    return DecodePlan(
+        shares=shares,
+        items=items,
+        heads=jnp.stack([length, offset, columns], axis=-1),
+        sync=jnp.broadcast_to(zero, (num_layers, shares.shape[1], SYNC_STRIDE)),
+        page_size=page_size,
+        unit=unit,
+    )
+
+
+def _pack_items(units: jax.Array, length: jax.Array, offset: jax.Array, columns: jax.Array) -> jax.Array:
+    """i32[L, items + 1, ITEM_COLUMNS]; rows after the last item that holds entries begin at the total."""
+    num_layers, num_items = units.shape
+    full = units > 0
+    begin = jnp.cumsum(units, axis=1, dtype=jnp.int32) - units
+    number = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
+    rows = jnp.stack([begin, length, offset, columns, number], axis=-1)
+    packed = jnp.zeros((num_layers, num_items + 1, ITEM_COLUMNS), jnp.int32)
+    packed = packed.at[:, :, ITEM_BEGIN].set(units.sum(axis=1, dtype=jnp.int32)[:, None])
+    layer = jnp.arange(num_layers)[:, None]
+    place = jnp.where(full, jnp.cumsum(full, axis=1) - 1, num_items + 1)  # beyond the end: dropped
+    packed = packed.at[layer, place, :ITEM_EMPTY].set(rows, mode="drop")
+    place = jnp.where(full, num_items + 1, jnp.cumsum(~full, axis=1) - 1)
+    return packed.at[layer, place, ITEM_EMPTY].set(number, mode="drop")
+
+
+def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array) -> jax.Array:
+    """i32[L, W, SHARE_COLUMNS] from i32[L, W + 1] borders."""
+
+    def find(table: jax.Array, value: jax.Array) -> jax.Array:  # the last interval that begins at or before `value`
+        def search(a: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.searchsorted(a, v, side="right", method="compare_all").astype(jnp.int32) - 1
+
+        return jax.vmap(search)(table, value)
+
+    def of_item(column: int, item: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(items[:, :, column], item, axis=1)
+
+    begin = items[:, :, ITEM_BEGIN]
+    most = items.shape[1] - 2
+    start, end = borders[:, :-1], borders[:, 1:]
+    first = jnp.clip(find(begin, start), 0, most)
+    last = jnp.clip(find(begin, end - 1), first, most)
+    stop = of_item(ITEM_BEGIN, last + 1)
+    values = {
+        START: start,
+        END: end,
+        FIRST_ITEM: first,
+        LAST_ITEM: last,
+        BEGIN: of_item(ITEM_BEGIN, last),
+        STOP: stop,
+        LENGTH: of_item(ITEM_LENGTH, last),
+        OFFSET: of_item(ITEM_OFFSET, last),
+        COLUMN: of_item(ITEM_COLUMN, last),
+        NUMBER: of_item(ITEM_NUMBER, last),
+        HAND_TO: find(borders, stop - 1),
+        FIRST_SHARE: find(borders, of_item(ITEM_BEGIN, first)),
+        EMPTY: jnp.broadcast_to(num_empty[:, None], start.shape),
+    }
+    zero = jnp.zeros_like(start)
+    return jnp.stack([values.get(column, zero) for column in range(SHARE_COLUMNS)], axis=-1).astype(jnp.int32)
+
+
+def _equal_borders(total: jax.Array, num_shares: int) -> jax.Array:
+    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units, the last ones shorter or empty."""
+    share = jnp.maximum(-(-total // num_shares), 1)[:, None]
+    return jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None] * share, total[:, None])
+
+
+def _split_borders(units: jax.Array, parts: np.ndarray, batch: int) -> jax.Array:
+    """Item (b, k) of layer l is cut into `parts[l, k]` pieces of equal size; short layers end in empty shares."""
+    end = jnp.cumsum(units, axis=1, dtype=jnp.int32)
+    width = batch * int(parts.sum(axis=1).max())
+    borders = []
+    for layer, counts in enumerate(parts):
+        count = np.tile(counts, batch)
+        item = np.repeat(np.arange(count.size), count)
+        part = np.arange(item.size) - np.repeat(np.cumsum(count) - count, count)
+        size = -(-units[layer] // count)
+        begin = end[layer] - units[layer]
+        at = jnp.minimum(begin[item] + part * size[item], end[layer][item])
+        borders.append(jnp.concatenate([at, jnp.broadcast_to(end[layer][-1:], (width + 1 - item.size,))]))
+    return jnp.stack(borders).astype(jnp.int32)

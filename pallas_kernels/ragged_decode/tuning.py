@@ -1,0 +1,27 @@
+"""Tuning of the ragged decode kernel, one frozen record per architecture."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What depends on the chip. Sizes in bytes of the pool's 16-bit entries."""
+
+    tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
+    slots: int = 6  # tiles in flight, keys and values counted apart
+    merge_unroll: int = 4  # partial results read at a time
+
+    def block(self, head_dim: int, page_size: int) -> int:
+        """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page."""
+        return max(self.tile_bytes // (2 * head_dim), 64, page_size)
+
+    def num_slots(self, head_dim: int, block: int) -> int:
+        """Slots that fit in the same memory if a page makes the tile larger than `tile_bytes`."""
+        tile = block * head_dim * 2
+        return max(2, min(self.slots, self.slots * self.tile_bytes // tile))
+
+
+TUNING = {
+    "sm_90": Tuning(),  # H100, H200
+}
+DEFAULT = TUNING["sm_90"]

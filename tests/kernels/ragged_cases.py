@@ -1,0 +1,109 @@
+"""Inputs for the ragged decode tests and the plain NumPy attention that they are compared with."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass
+class Case:
+    q: Any
+    pool: Any
+    table: Any
+    lengths: np.ndarray  # [B, K]
+    first: np.ndarray  # [K]
+    column: np.ndarray  # [K]
+    scale: float
+    options: dict[str, Any]  # soft_cap, sinks, k_new, v_new
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Dense attention in float64, head by head."""
+        q, pool = np.asarray(self.q, np.float64), np.asarray(self.pool, np.float64)
+        batch, kv_heads, group, head_dim = q.shape
+        page = pool.shape[3]
+        out = np.zeros((batch, kv_heads, group, head_dim))
+        lse = np.full((batch, kv_heads, group), -np.inf)
+        for b in range(batch):
+            for k in range(kv_heads):
+                n = max(int(self.lengths[b, k]), 0)
+                pages = np.asarray(self.table)[b, self.first[k] : self.first[k] + -(-n // page)]
+                keys, values = (pool[pages, x, self.column[k]].reshape(-1, head_dim)[:n] for x in range(2))
+                if self.options.get("k_new") is not None:
+                    keys = np.concatenate([keys, np.asarray(self.options["k_new"], np.float64)[b, k][None]])
+                    values = np.concatenate([values, np.asarray(self.options["v_new"], np.float64)[b, k][None]])
+                logits = q[b, k] @ keys.T * self.scale
+                if (cap := self.options.get("soft_cap")) is not None:
+                    logits = cap * np.tanh(logits / cap)
+                if self.options.get("sinks") is not None:
+                    logits = np.concatenate([logits, np.asarray(self.options["sinks"], np.float64)[k][:, None]], axis=1)
+                    values = np.concatenate([values, np.zeros((1, head_dim))])
+                if logits.shape[1]:
+                    top = logits.max(axis=1, keepdims=True)
+                    weights = np.exp(logits - top)
+                    out[b, k] = weights @ values / weights.sum(axis=1, keepdims=True)
+                    lse[b, k] = np.log(weights.sum(axis=1)) + top[:, 0]
+        return out, lse
+
+
+def make_case(
+    lengths: Any,
+    *,
+    group: int = 4,
+    head_dim: int = 128,
+    page_size: int = 16,
+    heads_per_page: int = 2,
+    dtype: Any = jnp.bfloat16,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+    new: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Groups as `cluster="model"` makes them: heads of a layer lie in groups shared with other layers' heads.
+
+    Heads k and k + 1 with equal lengths for all requests share a group (and a page); every group has room in the flat row
+    for its longest request, and pages come in random order.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths, np.int32)
+    batch, kv_heads = lengths.shape
+    first, column = np.zeros(kv_heads, np.int32), np.zeros(kv_heads, np.int32)
+    at, room = 3, 0  # three entries of another layer's group come first
+    for k in range(kv_heads):
+        joins = k > 0 and column[k - 1] + 1 < heads_per_page and (lengths[:, k] == lengths[:, k - 1]).all()
+        if joins:
+            first[k], column[k] = first[k - 1], column[k - 1] + 1
+        else:
+            at += room
+            room = -(-max(int(lengths[:, k].max()), 0) // page_size)
+            first[k], column[k] = at, rng.integers(heads_per_page) if heads_per_page > 1 and rng.random() < 0.5 else 0
+    row = at + room + 1
+    num_pages = batch * row + 2
+    table = rng.permutation(num_pages)[: batch * row].reshape(batch, row).astype(np.int32)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+    options: dict[str, Any] = {}
+    if soft_cap is not None:
+        options["soft_cap"] = soft_cap
+    if sinks:
+        options["sinks"] = jnp.asarray(rng.normal(size=(kv_heads, group)).astype(np.float32))
+    if new:
+        options |= {"k_new": draw(batch, kv_heads, head_dim), "v_new": draw(batch, kv_heads, head_dim)}
+    return Case(
+        q=draw(batch, kv_heads, group, head_dim),
+        pool=draw(num_pages, 2, heads_per_page, page_size, head_dim),
+        table=jnp.asarray(table),
+        lengths=lengths,
+        first=first,
+        column=column,
+        scale=head_dim**-0.5 * (3.0 if soft_cap else 1.0),
+        options=options,
+    )
+
+
+def relative_error(got: Any, want: np.ndarray) -> float:
+    got = np.asarray(got, np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))

@@ -1,0 +1,194 @@
+"""Ragged decode on the CPU: the reference, the plan, and the kernel under the interpreter."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import ragged_decode as rd
+from pallas_kernels.ragged_decode import plan as P
+from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
+from tests.kernels.ragged_cases import Case, make_case, relative_error
+
+OPTIONS = [{}, {"soft_cap": 20.0}, {"sinks": True}, {"new": True}, {"soft_cap": 20.0, "sinks": True, "new": True}]
+
+
+def plan_of(case: Case, **how) -> rd.DecodePlan:
+    return rd.plan_decode(
+        jnp.asarray(case.lengths),
+        case.first,
+        case.column,
+        page_size=case.pool.shape[3],
+        row_stride=case.table.shape[1],
+        **how,
+    ).layer(0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_reference_matches_dense_float64(options):
+    case = make_case([[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, **options)
+    out, lse = rd.ragged_decode_reference(
+        case.q, case.pool, case.table, plan_of(case), scale=case.scale, **case.options
+    )
+    want, want_lse = case.expected()
+    assert relative_error(out, want) < 1e-6
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+
+
+def test_reference_of_an_empty_head_is_zero_and_minus_infinity():
+    case = make_case([[0, -1, 5]])
+    out, lse = rd.ragged_decode_reference(case.q, case.pool, case.table, plan_of(case), scale=case.scale)
+    assert not np.asarray(out[0, :2], np.float32).any()
+    assert np.isneginf(lse[0, :2]).all()
+
+
+def pieces(plan: rd.DecodePlan) -> list[list[tuple[int, int, int]]]:
+    """What each share holds, by NumPy: [(item, from unit, to unit)]."""
+    shares, items = np.asarray(plan.shares), np.asarray(plan.items)
+    result = []
+    for row in shares:
+        held = []
+        if row[P.END] > row[P.START]:
+            for i in range(row[P.FIRST_ITEM], row[P.LAST_ITEM] + 1):
+                begin, stop = items[i, P.ITEM_BEGIN], items[i + 1, P.ITEM_BEGIN]
+                held.append(
+                    (int(items[i, P.ITEM_NUMBER]), max(row[P.START], begin) - begin, min(row[P.END], stop) - begin)
+                )
+        result.append(held)
+    return result
+
+
+DIVISIONS = [
+    {"num_shares": 7},
+    {"num_shares": 132},
+    {"splits": 3},
+    {"splits": [1, 4, 2]},
+    {"borders": [[0, 1, 4, 4, 14]]},
+]
+
+
+@pytest.mark.parametrize("how", DIVISIONS, ids=str)
+def test_every_plan_covers_every_unit_once(how):
+    lengths = np.array([[100, 0, 65], [33, 1, 0], [0, 0, 127]], np.int32)
+    if "borders" in how:
+        how = {"borders": jnp.asarray(how["borders"])}
+    plan = rd.plan_decode(
+        jnp.asarray(lengths), np.array([0, 9, 20]), np.array([0, 1, 0]), page_size=16, row_stride=40, **how
+    ).layer(0)
+    seen: dict[int, list[tuple[int, int, int]]] = {}
+    for w, held in enumerate(pieces(plan)):
+        for item, lo, hi in held:
+            assert hi > lo
+            seen.setdefault(item, []).append((w, lo, hi))
+    row = np.asarray(plan.shares)
+    for item, length in enumerate(lengths.reshape(-1)):
+        units = -(-int(length) // plan.unit)
+        at = 0
+        held = seen.get(item, [])
+        for n, (w, lo, hi) in enumerate(held):
+            assert lo == at
+            assert w == held[0][0] + n  # no empty share between an item's pieces
+            at = hi
+            if n < len(held) - 1:
+                assert row[w, P.HAND_TO] == held[-1][0]
+        if len(held) > 1:
+            assert row[held[-1][0], P.FIRST_SHARE] == held[0][0]
+        assert at == units
+    empty = np.flatnonzero(lengths.reshape(-1) == 0)
+    assert (row[:, P.EMPTY] == empty.size).all()
+    np.testing.assert_array_equal(np.asarray(plan.items)[: empty.size, P.ITEM_EMPTY], empty)
+
+
+def test_equal_shares_differ_by_no_more_than_the_last():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(7, 0.8, size=(16, 8)).astype(np.int32)
+    plan = rd.plan_decode(jnp.asarray(lengths), np.zeros(8), np.zeros(8), page_size=64, row_stride=1, num_shares=132).layer(0)
+    size = np.asarray(plan.shares)[:, P.END] - np.asarray(plan.shares)[:, P.START]
+    total = int((-(-lengths // 64)).sum())
+    assert size.sum() == total
+    assert size.max() == -(-total // 132)
+
+
+def test_plans_of_many_layers_are_the_layers_plans():
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 300, size=(3, 8)).astype(np.int32)
+    first, column = np.arange(8, dtype=np.int32) * 20, np.arange(8, dtype=np.int32) % 2
+    kwargs = dict(page_size=16, row_stride=200, num_shares=9)
+    rows = jnp.array([5, 0, 2])
+    together = jax.jit(lambda x: rd.plan_decode(x, first, column, num_layers=2, rows=rows, **kwargs))(lengths)
+    for layer in range(2):
+        at = slice(4 * layer, 4 * layer + 4)
+        alone = rd.plan_decode(jnp.asarray(lengths[:, at]), first[at], column[at], rows=rows, **kwargs).layer(0)
+        for got, want in zip(jax.tree.leaves(together.layer(layer)), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_kernel_in_the_interpreter(options):
+    case = make_case([[70, 0, 130], [33, 1, 33]], group=4, head_dim=64, dtype=jnp.bfloat16, **options)
+    check_interpreted(case, num_shares=4)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 8, "head_dim": 128, "page_size": 32},
+        {"group": 16, "head_dim": 64, "page_size": 16},
+        {"group": 1, "head_dim": 256, "page_size": 64, "dtype": jnp.float16},
+        {"group": 5, "head_dim": 128, "page_size": 128},
+    ],
+    ids=str,
+)
+def test_shapes_in_the_interpreter(shape):
+    check_interpreted(make_case([[300, 129], [64, 65]], **shape), num_shares=3)
+
+
+@pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}, {"num_shares": 1}], ids=str)
+def test_divisions_in_the_interpreter(how):
+    check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
+
+
+def check_interpreted(case: Case, **how) -> None:
+    plan = plan_of(case, **how)
+    out, lse = ragged_decode_mosaic_gpu(
+        case.q, case.pool, case.table, plan, scale=case.scale, out_dtype=jnp.float32, **case.options,
+        merge="separate", interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )  # fmt: skip
+    want, want_lse = case.expected()
+    assert relative_error(out, want) < 4e-3
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_unsupported_features_are_named():
+    pool = (9, 2, 1, 16, 64)
+    for q_shape, pool_shape, dtype, words in [
+        ((1, 1, 4, 80), (9, 2, 1, 16, 80), "bfloat16", "head dimension 80"),
+        ((1, 1, 17, 64), pool, "bfloat16", "17 query heads"),
+        ((1, 1, 4, 64), (9, 2, 1, 8, 64), "bfloat16", "page size 8"),
+        ((1, 1, 4, 64), pool, "float32", "float32"),
+        ((1, 1, 4, 64), pool, "bfloat16", "platform cpu"),
+    ]:
+        with pytest.raises(NotImplementedError, match=words):
+            rd.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+
+
+def test_layers_share_one_kernel_text():
+    """Kernels are compiled once per distinct text: all layers of a step must hold the same one."""
+    case = make_case([[70, 33], [5, 64]])
+
+    def step(q, pool, table, lengths):
+        plan = rd.plan_decode(
+            jnp.tile(lengths, (1, 3)), np.tile(case.first, 3), np.tile(case.column, 3),
+            page_size=16, row_stride=table.shape[1], num_layers=3, num_shares=132,
+        )  # fmt: skip
+        for layer in range(3):
+            out, _ = ragged_decode_mosaic_gpu(q, pool, table, plan.layer(layer), scale=0.1)
+            q = q + out
+        return q
+
+    traced = jax.jit(step).trace(case.q, case.pool, case.table, case.lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("kernel_hash") == 1  # one function, called by every layer

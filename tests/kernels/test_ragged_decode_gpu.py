@@ -1,0 +1,125 @@
+"""Ragged decode on a Hopper GPU: the kernel over the grid of features, against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ragged_decode as rd
+from tests.kernels.ragged_cases import Case, make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+SKEWED = [[1000, 377, 377, 0], [65, 2000, 2000, 129], [0, 0, 0, 0], [1, 64, 64, 5000]]
+OPTIONS = [{}, {"soft_cap": 20.0}, {"sinks": True}, {"new": True}, {"soft_cap": 20.0, "sinks": True, "new": True}]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    device = jax.devices()[0]
+    if device.platform != "gpu" or device.compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+
+
+def plan_of(case: Case, **how) -> rd.DecodePlan:
+    return rd.plan_decode(
+        jnp.asarray(case.lengths), case.first, case.column,
+        page_size=case.pool.shape[3], row_stride=case.table.shape[1], **how,
+    ).layer(0)  # fmt: skip
+
+
+def run(case: Case, plan: rd.DecodePlan | None = None, out_dtype=jnp.float32):
+    plan = plan_of(case) if plan is None else plan
+    return rd.ragged_decode(
+        case.q, case.pool, case.table, plan, scale=case.scale, out_dtype=out_dtype, **case.options
+    )
+
+
+def check(case: Case, **how) -> None:
+    plan = plan_of(case, **how)
+    out, lse = run(case, plan)
+    want, want_lse = case.expected()
+    assert relative_error(out, want) < 4e-3
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+    again, lse_again = run(case, plan)  # the counters are back at zero, and repeats are bit-identical
+    np.testing.assert_array_equal(out, again)
+    np.testing.assert_array_equal(lse, lse_again)
+    assert not np.asarray(plan.sync).any()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_options(head_dim, options):
+    check(make_case(SKEWED, head_dim=head_dim, **options))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pages(head_dim, page_size):
+    check(make_case(SKEWED, head_dim=head_dim, page_size=page_size, heads_per_page=4, dtype=jnp.float16))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 16])
+def test_groups(group):
+    check(make_case(SKEWED, group=group, page_size=64, sinks=True, new=True))
+
+
+@pytest.mark.parametrize("how", [{"splits": 4}, {"splits": [1, 7, 2, 3]}, {"num_shares": 5}, {"num_shares": 300}], ids=str)
+def test_divisions(how):
+    check(make_case(SKEWED), **how)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_batches(batch):
+    rng = np.random.default_rng(batch)
+    lengths = np.repeat(rng.lognormal(6, 1.0, size=(batch, 4)).astype(np.int32), 2, axis=1)
+    lengths[rng.random(batch) < 0.2] = 0
+    check(make_case(lengths, page_size=32, new=True))
+
+
+def test_output_dtype_follows_the_queries():
+    case = make_case(SKEWED)
+    out, _ = run(case, out_dtype=None)
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, case.expected()[0]) < 6e-3
+
+
+def test_pool_beyond_2_to_31_elements():
+    num_pages, page, head_dim = 70_000, 64, 128
+    shape = (num_pages, 2, 2, page, head_dim)
+    assert np.prod(shape) > 2**31
+    case = make_case([[3000, 3000], [500, 500]], page_size=page, head_dim=head_dim)
+    pages = np.asarray(case.pool)
+    shift = num_pages - pages.shape[0]  # the far end of the pool
+    place = jax.jit(lambda x: jnp.zeros(shape, jnp.bfloat16).at[shift:].set(x))
+    want = case.expected()[0]
+    case.pool, case.table = place(case.pool), case.table + shift
+    out, _ = run(case)
+    assert relative_error(out, want) < 4e-3
+
+
+def test_layers_compile_one_kernel():
+    """Byte-identical kernels are compiled once by the runtime: eight layers take about as long as one."""
+    import time
+
+    case = make_case([[70, 33], [5, 64]], group=7)
+
+    def step(layers: int, scale: float):
+        def run(q, pool, table, lengths):
+            plan = rd.plan_decode(
+                jnp.tile(lengths, (1, layers)), np.tile(case.first, layers), np.tile(case.column, layers),
+                page_size=16, row_stride=table.shape[1], num_layers=layers,
+            )  # fmt: skip
+            for layer in range(layers):
+                q = q + rd.ragged_decode(q, pool, table, plan.layer(layer), scale=scale)[0]
+            return q
+
+        lowered = jax.jit(run).trace(case.q, case.pool, case.table, jnp.asarray(case.lengths)).lower()
+        start = time.perf_counter()
+        lowered.compile()
+        return time.perf_counter() - start
+
+    step(1, 0.1)
+    one, many = step(1, 0.2), step(16, 0.3)
+    print(f"compile: 1 layer {one:.2f} s, 16 layers {many:.2f} s")
+    assert many < 4 * one + 2
