@@ -107,7 +107,7 @@ def download(repo: str, *, progress: bool = True) -> Path:
     except UnsupportedModelError:
         raise
     except Exception as error:  # hub errors share no base class, and offline ones come from several libraries
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelNotFoundError(
             f"cannot fetch {repo!r} from the Hugging Face hub: {reason}. Check the name and the network; a gated "
             "model needs `hf auth login`; a downloaded one can be given as a directory"

@@ -7,7 +7,7 @@ model does not know about caches: it calls `attend` once per layer and threads i
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from models.params import Params
 from models.rope import rope_tables, rotate
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of one layer: q[T, N, D], k[T, K, D], v[T, K, D] (q and k after RoPE) -> (out[T, N, D], state).
 

@@ -12,6 +12,7 @@ from make_golden_texts import MESSAGES, TEXTS
 from models.attention import dense_attend
 from models.huggingface import HuggingFaceDirectory
 from models.registry import LoadedModel, ModelNotFoundError, load_model
+from models.sharding import pad_heads
 from models.testing import tiny_tokenizer
 from models.transformer import forward
 from models.weights import assemble_params
@@ -90,6 +91,13 @@ def test_smollm2_logits_agree_with_transformers(smollm2):
     top = np.take_along_axis(logits, golden["top_ids"], axis=1)
     np.testing.assert_allclose(top, golden["top_logits"], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(logits.argmax(1), golden["top_ids"][:, 0])
+
+
+def test_smollm2_padded_to_eight_kv_heads_has_the_same_logits(smollm2):
+    tokens = np.load(GOLDEN / "smollm2.npz")["tokens"][:24]
+    padded, config = pad_heads(smollm2.params, smollm2.config, 24, 8)
+    expected = dense_logits(smollm2.params, smollm2.config, tokens)
+    np.testing.assert_allclose(dense_logits(padded, config, tokens), expected, rtol=0, atol=1e-3)
 
 
 def test_smollm2_tokenizer_agrees_with_transformers(smollm2):

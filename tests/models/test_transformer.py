@@ -1,11 +1,15 @@
 """The forward pass: attention as an argument, dense attention, RoPE, decoding with a dense cache."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
 
-from models.attention import QUERY_BLOCK, causal_attention, dense_attend
+from models.attention import QUERY_BLOCK, causal_attention, dense_attend, masked_attention
 from models.config import ModelConfig, RopeScaling
 from models.params import abstract_params, num_parameters
 from models.rope import apply_rope, rope_frequencies
@@ -171,3 +175,24 @@ def test_number_of_parameters_of_known_models():
     )  # fmt: skip
     assert num_parameters(smollm2) == 134_515_008
     assert num_parameters(llama3_8b) == 8_030_261_248
+
+
+def test_shapes_and_dtypes_are_as_annotated():
+    """The annotations are checked here by beartype, at no cost in production."""
+
+    def checked(function):
+        return jaxtyped(function, typechecker=beartype)
+
+    tokens = jnp.arange(6, dtype=jnp.int32)
+    check_forward = checked(inspect.unwrap(forward))
+    check_forward(PARAMS, CONFIG, tokens, tokens, dense_attend(tokens), None, logits_at=tokens[:2])
+    with pytest.raises(TypeCheckError, match="positions"):
+        check_forward(PARAMS, CONFIG, tokens, tokens[:5], dense_attend(tokens), None)
+    with pytest.raises(TypeCheckError, match="tokens"):
+        check_forward(PARAMS, CONFIG, tokens.astype(jnp.float32), tokens, dense_attend(tokens), None)
+    q, k = jnp.ones((6, 8, 16)), jnp.ones((9, 4, 16))
+    check_attention = checked(masked_attention)
+    check_attention(q, k, k, jnp.ones((6, 9), bool))
+    with pytest.raises(TypeCheckError, match="mask"):
+        check_attention(q, k, k, jnp.ones((9, 6), bool))
+    checked(apply_rope)(q, tokens, CONFIG)

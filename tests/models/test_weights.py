@@ -19,7 +19,7 @@ from models.gguf import GGUFFile, _pre_tokenizer, unpermute_rope
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError
 from models.params import abstract_params
 from models.registry import WheelModel, fetch_wheel_model, load_model
-from models.testing import SPECIAL_TOKENS, TINY_CHAT_TEMPLATE
+from models.testing import SPECIAL_TOKENS, TINY_CHAT_TEMPLATE, tiny_tokenizer
 from models.tokenizer import BYTE_TO_CHAR
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
@@ -356,3 +356,40 @@ def test_cache_directory_follows_the_environment(cache, monkeypatch):
     assert conversion_cache.cache_dir() == cache
     monkeypatch.delenv("TANGRAM_CACHE")
     assert conversion_cache.cache_dir() == Path.home() / ".cache" / "tangram-jax"
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------
+
+
+def test_hub_errors_are_friendly(monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Name or service not known\nlong trace")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(
+        ModelNotFoundError, match=r"cannot fetch 'org/model' .*: Name or service not known\. Check"
+    ):
+        load_model("org/model", progress=False)
+
+
+def test_hub_model_is_refused_before_its_weights_are_downloaded(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"architectures": ["Qwen3ForCausalLM"]}))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(tmp_path / "config.json")
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("downloaded")
+    )
+    with pytest.raises(UnsupportedModelError, match="architecture Qwen3ForCausalLM"):
+        load_model("org/model", progress=False)
+
+
+def test_hub_model_loads_from_the_snapshot(monkeypatch, tmp_path):
+    snapshot = tmp_path / "0123abcd"
+    shutil.copytree(GOLDEN / "tiny_tied", snapshot)
+    tiny_tokenizer().save(str(snapshot))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(snapshot / "config.json")
+    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(snapshot))
+    assert load_model("org/model", progress=False).name == "org/model"
