@@ -120,9 +120,9 @@ class Engine:
                     self._wake.wait()
                 commands = list(self._commands)
                 self._commands.clear()
-            for command in commands:
-                command()
             try:
+                for command in commands:
+                    command()
                 self.step()
             except Exception as error:
                 self._recover(error)
@@ -171,7 +171,7 @@ class Engine:
         first: Sequence | None = None
         made = []
         for choice in range(request.n):
-            seed = self._random.getrandbits(63) if base is None else base + choice
+            seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
             self._arrivals += 1
             sequence = Sequence(request, choice, on_output, seed, self._arrivals, parent=first)
             first = first or sequence

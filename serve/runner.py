@@ -36,13 +36,22 @@ log = logging.getLogger("tangram.engine")
 class Buckets:
     """The shapes that exist."""
 
-    chunks: tuple[int, ...]  # token slots of a chunk, ascending
-    mixed_chunks: tuple[int, ...]  # those that run beside decode tokens
+    mixed_chunks: tuple[
+        int, ...
+    ]  # token slots of a chunk beside as many decode slots as there are, ascending
+    largest_chunk: int  # token slots of a chunk alone
     batches: tuple[int, ...]  # decode slots, ascending
     prompt_logprobs: int  # token slots of a chunk whose every token is scored
 
-    def chunk(self, count: int, mixed: bool) -> int:
-        return next(c for c in (self.mixed_chunks if mixed else self.chunks) if c >= count)
+    @property
+    def sizes(self) -> list[tuple[int | None, int | None]]:
+        """(chunk, decode slots) of every program. Small chunks come with decode slots, which cost little if empty."""
+        mixed: list[tuple[int | None, int | None]] = [(c, self.batches[-1]) for c in self.mixed_chunks]
+        return [*mixed, (self.largest_chunk, None), *((None, b) for b in self.batches)]
+
+    def mixed(self, count: int) -> int | None:
+        """The least chunk that holds `count` tokens beside decode slots; None if only the chunk alone does."""
+        return next((c for c in self.mixed_chunks if c >= count), None)
 
     def batch(self, count: int) -> int:
         return next(b for b in self.batches if b >= count)
@@ -86,7 +95,9 @@ class Runner:
         max_tail: int,
         cache_dtype: Any = jnp.float32,
     ) -> None:
-        self.params, self.config, self.plan, self.buckets = params, config, plan, buckets
+        self._device = jax.local_devices()[0]
+        self.params = jax.device_put(params, self._device)
+        self.config, self.plan, self.buckets = config, plan, buckets
         self._scorer = scorer
         self._new_cache = partial(
             init_cache,
@@ -114,8 +125,9 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every row: an empty cache and sampler."""
-        self.cache = self._new_cache()
-        self.sampler = sampling.init_sampler(self.num_rows, self.config.vocab_size)
+        # Committed to the device like the weights: arrays that are not would make a second set of programs.
+        fresh = self._new_cache(), sampling.init_sampler(self.num_rows, self.config.vocab_size)
+        self.cache, self.sampler = jax.device_put(fresh, self._device)
 
     # Programs
 
@@ -146,22 +158,21 @@ class Runner:
     def run(self, work: Work) -> Handles:
         """Dispatch one step and the sampling of its tokens."""
         chunk = rows = following = None
-        all_logits = False
+        all_logits, mixed = False, None
         sequences: list[Sequence | None] = []
         sample_rows: list[int] = []
         if work.chunk:
             sequence, count = work.chunk.sequence, len(work.chunk.tokens)
             assert sequence.state is not None
             all_logits = work.chunk.next_tokens is not None
-            size = (
-                self.buckets.prompt_logprobs if all_logits else self.buckets.chunk(count, bool(work.decode))
-            )
+            mixed = None if all_logits else self.buckets.mixed(count)
+            size = self.buckets.prompt_logprobs if all_logits else mixed or self.buckets.largest_chunk
             chunk = Chunk(np.int32(sequence.state.row), _pad(work.chunk.tokens, size), np.int32(count))
             if all_logits:
                 following = _pad(work.chunk.next_tokens, size)
             sequences.append(sequence if work.chunk.last else None)
             sample_rows.append(sequence.state.row if work.chunk.last else self.num_rows)
-        if work.decode:
+        if work.decode or mixed:
             slots = self.buckets.batches[-1] if work.chunk else self.buckets.batch(len(work.decode))
             ids = [s.state.row for s in work.decode if s.state is not None]
             rows = np.full(slots, self.num_rows, np.int32)
@@ -237,7 +248,7 @@ class Runner:
             self._mark(sampling.mark_output, row, sequence.tokens[sequence.prompt_length :])
 
     def _mark(self, mark: Any, row: np.int32, tokens: list[int]) -> None:
-        size = self.buckets.chunks[-1]
+        size = self.buckets.largest_chunk
         for part in itertools.batched(tokens, size):
             self.sampler = mark(
                 self.sampler, row, _pad(np.asarray(part, np.int32), size), np.int32(len(part))
@@ -258,11 +269,8 @@ class Runner:
     def _programs(self) -> Iterator[tuple[str, Any]]:
         yield "page tables", self._warm_tables
         b = self.buckets
-        shapes: list[tuple[int | None, int | None, bool]] = [(c, None, False) for c in b.chunks]
-        shapes += [(c, b.batches[-1], False) for c in b.mixed_chunks]
-        shapes += [(None, n, False) for n in b.batches]
-        shapes += [(b.prompt_logprobs, None, True)]
-        for size, slots, all_logits in shapes:
+        shapes = [(size, slots, False) for size, slots in b.sizes]
+        for size, slots, all_logits in [*shapes, (b.prompt_logprobs, None, True)]:
             name = " + ".join(
                 ([f"chunk of {size}"] if size else [])
                 + ([f"{slots} decode slots"] if slots else [])
@@ -280,7 +288,7 @@ class Runner:
         self.trim(0, 0, 0)
         self.release(0)
         self.release(1 % self.num_rows)
-        size = self.buckets.chunks[-1]
+        size = self.buckets.largest_chunk
         params = sampling.row_params(seed=0)
         self.sampler = sampling.set_row(self.sampler, np.int32(0), params)
         for mark in (sampling.mark_prompt, sampling.mark_output):
@@ -297,7 +305,7 @@ class Runner:
         return logits
 
     def _warm_sample(self, count: int, variant: Variant) -> Any:
-        logits = jnp.zeros((count, self.config.vocab_size), jnp.float32)
+        logits = jax.device_put(np.zeros((count, self.config.vocab_size), np.float32), self._device)
         rows = np.full(count, self.num_rows, np.int32)
         tokens, _, _, _, self.sampler = self._sample(logits, self.sampler, rows, variant=variant)
         return tokens

@@ -257,7 +257,9 @@ class Scheduler:
             state = sequence.state
             if state is None or sequence.in_flight or sequence.left < 1 or self._ready_to_decode(sequence):
                 continue
-            most = self.limits.max_chunk_beside_decode if beside_decode else self.limits.max_chunk
+            beside, alone = self.limits.max_chunk_beside_decode, self.limits.max_chunk
+            # A large chunk less than half full would cost more than a few small ones.
+            most = beside if beside_decode or sequence.to_feed * 2 <= alone else alone
             if sequence.needs_prompt_logprobs:
                 most = self.limits.prompt_logprob_chunk
             work = self._chunk(sequence, most)

@@ -1,0 +1,189 @@
+"""From a checked configuration to an engine: model, profile, plan, buckets, and how many pages the memory holds."""
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from calibrate import shipped_profile
+from models.config import ModelConfig
+from models.registry import LoadedModel, load_model
+from serve.args import ConfigError, ServeConfig
+from serve.engine import Engine
+from serve.runner import Buckets, Runner
+from serve.scheduler import Limits
+from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster
+from tangram_jax.profile import BudgetProfile
+from tangram_jax.scorers import get_scorer
+
+TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
+MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
+CHUNKS = (32, 128, 512, 2048, 8192)
+CPU_POOL_SHARE = 0.25  # of the free memory
+GPU_RESERVE = 2 << 30  # bytes for activations and the compiler beside weights and pool
+
+log = logging.getLogger("tangram.engine")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `python -m serve` runs."""
+
+    engine: Engine
+    model: LoadedModel
+    plan: CachePlan
+    summary: str
+
+
+def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> BudgetProfile:
+    """The profile that was asked for, else the shipped one, else uniform budgets; at the asked retention.
+
+    Raises ConfigError when the profile is for another model.
+    """
+    shape = (model.num_layers, model.num_kv_heads)
+    if config.retention == 1.0:
+        return BudgetProfile.uniform(*shape, 1.0)
+    path = Path(config.profile) if config.profile else shipped_profile(name)
+    if path is None:
+        if config.retention is None:
+            log.warning(
+                "No profile for %s: keeping the full KV cache. Make one with `python -m calibrate --model %s "
+                "--out profile.npz` and start with --profile profile.npz",
+                name,
+                name,
+            )
+        return BudgetProfile.uniform(*shape, config.retention or 1.0)
+    profile = BudgetProfile.load(path)
+    if profile.budgets.shape != shape:
+        raise ConfigError(
+            f"--profile {path} is for {profile.budgets.shape} (layers, KV heads), {name} has {shape}: "
+            f"calibrate one with `python -m calibrate --model {name} --out FILE`"
+        )
+    if config.retention is None:
+        return profile
+    return dataclasses.replace(profile, retention=config.retention).normalized()
+
+
+def build(config: ServeConfig, *, progress: bool = True) -> Built:
+    """Load, plan and allocate. Raises ConfigError, or the loader's errors, with what to do instead."""
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    model = load_model(config.model, dtype=jnp.dtype(dtype), progress=progress)
+    return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu)
+
+
+def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu: bool = False) -> Built:
+    """The engine of a loaded model, not started yet."""
+    shape = model.config
+    longest = min(shape.max_positions, MAX_TOKENS)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than {model.name} can: write at most {longest}"
+        )
+    max_model_len = config.max_model_len or longest
+    tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
+    plan = CachePlan.build(
+        choose_profile(config, shape, model.name),
+        heads_per_page=config.heads_per_page or _heads_per_page(shape.num_kv_heads),
+        page_size=config.page_size,
+        cluster=cast(Cluster, config.cluster),
+        min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
+    )
+    stored = config.max_stored_sessions if config.prefix_cache else 0
+    page_bytes = plan.page_bytes(shape.head_dim, jnp.dtype(dtype).itemsize)
+    largest = plan.pages(max_model_len, tail)
+    num_pages = config.num_pages or (
+        config.kv_cache_bytes // page_bytes
+        if config.kv_cache_bytes
+        else _pages_that_fit(
+            config, model.params, page_bytes, largest * (config.max_num_seqs + stored), on_gpu
+        )
+    )
+    if num_pages < largest:
+        # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
+        fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
+        if config.max_model_len is not None or fits < plan.window * 2:
+            raise ConfigError(
+                f"the KV pool has {num_pages} pages, one request of {max_model_len} tokens needs up to {largest}: give "
+                f"more memory (--kv-cache-memory {largest * page_bytes / 2**20:.0f}MiB), lower --retention, or write "
+                f"--max-model-len {fits}"
+            )
+        log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
+        max_model_len = fits
+    buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens, plan.window, max_model_len)
+    runner = Runner(
+        model.params,
+        shape,
+        plan,
+        get_scorer(config.scorer),
+        buckets,
+        num_pages=num_pages,
+        num_rows=config.max_num_seqs + stored,
+        max_model_len=max_model_len,
+        max_tail=tail,
+        cache_dtype=dtype,
+    )
+    limits = Limits(
+        max_running=config.max_num_seqs,
+        max_stored=stored,
+        max_model_len=max_model_len,
+        max_tail=tail,
+        max_chunk=buckets.largest_chunk,
+        max_chunk_beside_decode=buckets.mixed_chunks[-1],
+        prompt_logprob_chunk=buckets.prompt_logprobs,
+    )
+    engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
+    full = max_model_len * plan.group_of.size * page_bytes // (plan.heads_per_page * plan.page_size)
+    mib = [round(size / 2**20) for size in (largest * page_bytes, full, num_pages * page_bytes)]
+    summary = (
+        f"{model.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
+        f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
+        f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB; "
+        f"{config.max_num_seqs} requests at once, {stored} stored"
+    )
+    return Built(engine, model, plan, summary)
+
+
+def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len: int) -> Buckets:
+    """Few shapes, at most four times apart: every chunk and batch runs in the next larger one."""
+    least = -(-window // 8) * 8
+    most = max(min(max_tokens, max_model_len), least)
+    # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
+    mixed = [least, *(c for c in CHUNKS if least < c < most)]
+    batches = {*(4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs), max_num_seqs}
+    return Buckets(
+        mixed_chunks=tuple(mixed),
+        largest_chunk=most,
+        batches=tuple(sorted(batches)),
+        prompt_logprobs=mixed[-1],
+    )
+
+
+def _heads_per_page(num_kv_heads: int) -> int:
+    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns."""
+    return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
+
+
+def _pages_that_fit(config: ServeConfig, params: Any, page_bytes: int, enough: int, on_gpu: bool) -> int:
+    """Pages of the default pool, never more than all rows can fill."""
+    if on_gpu:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        budget = config.gpu_memory_utilization * stats.get("bytes_limit", 0)
+        budget -= sum(x.nbytes for x in jax.tree.leaves(params)) + GPU_RESERVE
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = free * CPU_POOL_SHARE
+    return max(1, min(int(budget // page_bytes), enough))
+
+
+def _longest_that_fits(plan: CachePlan, num_pages: int, tail: int, most: int) -> int:
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if plan.pages(middle, tail) <= num_pages else (low, middle - 1)
+    return low

@@ -1,0 +1,265 @@
+"""Chunked prefill and decode through the paged cache: exact at full retention, lawful and protective below it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from models.attention import dense_attend
+from models.testing import random_params, tiny_config
+from models.transformer import forward
+
+CONFIG = tiny_config(num_layers=2)
+PARAMS = random_params(CONFIG, 0)
+HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
+SNAPKV = tj.get_scorer("snapkv")
+ROW = np.int32(1)
+
+prefill_chunk = jax.jit(
+    tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer", donate_argnames="cache"
+)
+decode_step = jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnames="cache")
+
+
+def random_tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(8, CONFIG.vocab_size, count).astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def dense_logits(config, tokens):
+    positions = jnp.arange(len(tokens))
+    return forward(PARAMS, config, tokens, positions, dense_attend(positions), ())[0]
+
+
+def new_cache(plan, *, rows=3, max_tokens=160, max_tail=32) -> tj.Cache:
+    return tj.init_cache(
+        plan, CONFIG, num_pages=600, max_requests=rows, max_tokens=max_tokens, max_tail=max_tail
+    )
+
+
+def prefill(plan, cache, tokens, size, *, row=ROW, scorer=SNAPKV):
+    """All of `tokens` in chunks of `size`: (logits after each chunk, cache)."""
+    logits = []
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        padded = np.zeros(size, np.int32)
+        padded[: len(part)] = part
+        out, cache = prefill_chunk(
+            PARAMS, CONFIG, plan, cache, scorer=scorer, row=row, tokens=padded, count=np.int32(len(part))
+        )
+        logits.append(out)
+    return logits, cache
+
+
+def ragged_profile(seed: int = 0) -> tj.BudgetProfile:
+    ratios = np.random.default_rng(seed).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32)
+    return tj.BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0)
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model", "adjacent"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(8, 7), (16, 32), (64, 70)])
+def test_full_retention_equals_dense_attention(cluster, page_size, chunk):
+    tokens, generated = random_tokens(70), random_tokens(12, seed=1)
+    want = dense_logits(CONFIG, np.concatenate([tokens, generated]))
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 1.0), 2, page_size, cluster, window=8)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(70), np.int32(12))
+    logits, cache = prefill(plan, cache, tokens, chunk)
+    for i, out in enumerate(logits):
+        np.testing.assert_allclose(out, want[min((i + 1) * chunk, 70) - 1], atol=1e-4)
+    for i, token in enumerate(generated):
+        # Slot 0 is empty: the number of no row.
+        out, cache = decode_step(
+            PARAMS,
+            CONFIG,
+            plan,
+            cache,
+            rows=np.array([9, 1], np.int32),
+            tokens=np.array([0, token], np.int32),
+        )
+        np.testing.assert_allclose(out[1], want[70 + i], atol=1e-4)
+    assert int(cache.tokens[1]), int(cache.tail[1]) == (70, 12)
+    assert int(cache.num_free) == 600 - plan.pages(70, 12)
+
+
+def test_batched_decode_equals_each_request_alone():
+    plan = tj.CachePlan.build(ragged_profile(), 2, 8, "model", window=8, min_entries=8)
+    prompts = [random_tokens(n, seed=n) for n in (33, 70, 9)]
+    together, alone = new_cache(plan), []
+    for row, prompt in enumerate(prompts):
+        together = tj.reserve(plan, together, np.int32(row), np.int32(len(prompt)), np.int32(4))
+        _, together = prefill(plan, together, prompt, 24, row=np.int32(row))
+        cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(len(prompt)), np.int32(4))
+        alone.append(prefill(plan, cache, prompt, 24)[1])
+    for token in (20, 30, 40):
+        tokens = np.full(3, token, np.int32)
+        logits, together = decode_step(
+            PARAMS, CONFIG, plan, together, rows=np.arange(3, dtype=np.int32), tokens=tokens
+        )
+        for row in range(3):
+            out, alone[row] = decode_step(
+                PARAMS, CONFIG, plan, alone[row], rows=np.array([1], np.int32), tokens=tokens[:1]
+            )
+            np.testing.assert_allclose(logits[row], out[0], atol=1e-4)
+
+
+def test_a_chunk_and_decode_tokens_share_a_step():
+    plan = tj.CachePlan.build(ragged_profile(), 2, 8, window=8, min_entries=8)
+    first, second = random_tokens(40, 1), random_tokens(20, 2)
+    cache = new_cache(plan)
+    for row, count in ((0, 40), (2, 20)):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(count), np.int32(4))
+    _, cache = prefill(plan, cache, first, 40, row=np.int32(0))
+    apart = jax.tree.map(jnp.copy, cache)
+    chunk = tj.Chunk(np.int32(2), second, np.int32(20))
+    decode = tj.Decode(np.array([0], np.int32), np.array([50], np.int32))
+    run = jax.jit(tj.step, static_argnums=(1, 2, 3))
+    both, cache = run(PARAMS, CONFIG, plan, SNAPKV, cache, chunk, decode)
+    prefilled, apart = run(PARAMS, CONFIG, plan, SNAPKV, apart, chunk, None)
+    decoded, apart = run(PARAMS, CONFIG, plan, SNAPKV, apart, None, decode)
+    np.testing.assert_allclose(both, jnp.concatenate([prefilled, decoded]), atol=1e-4)
+    np.testing.assert_allclose(cache.pool, apart.pool, atol=1e-5)
+    np.testing.assert_array_equal(cache.tail, apart.tail)
+
+
+def entries_of(plan, cache, row, head) -> np.ndarray:
+    """Keys f32[n, D] that `head` (layer * K + KV head) holds in `row`."""
+    group, column = plan.group_of.reshape(-1)[head], plan.column_of.reshape(-1)[head]
+    length = int(plan.lengths(int(cache.tokens[row]))[group] + cache.tail[row])
+    first = cache.layout.first[group]
+    pages = np.asarray(cache.table[row])[first : first + -(-length // plan.page_size)]
+    return np.asarray(cache.pool)[pages, 0, column].reshape(-1, CONFIG.head_dim)[:length]
+
+
+def true_keys(tokens) -> np.ndarray:
+    """Keys f32[L * K, T, D] of a dense forward pass. Only layer 0's are those of a compressed run too."""
+    kept = []
+
+    def attend(state, layer, q, k, v):
+        kept.append(k)
+        return dense_attend(jnp.arange(len(tokens)))(state, layer, q, k, v)
+
+    forward(PARAMS, CONFIG, tokens, jnp.arange(len(tokens)), attend, ())
+    return np.concatenate([np.asarray(k).swapaxes(0, 1) for k in kept])
+
+
+def kept_positions(entries, keys) -> list[int]:
+    """Which of `keys` [T, D] the `entries` [n, D] are."""
+    distance = np.abs(entries[:, None] - keys[None]).max(-1)
+    assert distance.min(1).max(initial=0) < 1e-4
+    return distance.argmin(1).tolist()
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+def test_each_head_keeps_sinks_window_and_its_own_best(cluster):
+    plan = tj.CachePlan.build(ragged_profile(), 2, 8, cluster, window=8, min_entries=12)
+    tokens = random_tokens(90)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(90), np.int32(0))
+    _, cache = prefill(plan, cache, tokens, 30)
+    keys = true_keys(tokens)
+    chosen = []
+    for head in range(CONFIG.num_kv_heads):
+        kept = kept_positions(entries_of(plan, cache, 1, head), keys[head])
+        group = plan.group_of.reshape(-1)[head]
+        assert len(set(kept)) == plan.lengths(90)[group]
+        assert kept[-8:] == list(range(82, 90))
+        assert set(kept) >= set(range(4))
+        chosen.append((group, frozenset(kept)))
+    same_group = [sets for sets in chosen if [g for g, _ in chosen].count(sets[0]) > 1]
+    assert len({s for _, s in same_group}) > 1 or cluster == "model"
+
+
+def test_streaming_keeps_sinks_and_the_most_recent_across_chunks():
+    """A scorer whose choice is known: with one chunk's worth of lock at a time nothing else may survive."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 0.25), 2, 8, window=8)
+    tokens = random_tokens(64)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(64), np.int32(0))
+    _, cache = prefill(plan, cache, tokens, 64, scorer=tj.get_scorer("streaming_llm"))
+    kept = kept_positions(entries_of(plan, cache, 1, 0), true_keys(tokens)[0])
+    assert kept == [0, 1, 2, 3, 55, 54, 53, 52, *range(56, 64)] or sorted(kept) == [
+        0,
+        1,
+        2,
+        3,
+        *range(52, 64),
+    ]
+
+
+def test_a_tail_is_compressed_under_the_same_budgets_with_the_next_turn():
+    plan = tj.CachePlan.build(ragged_profile(), 2, 8, window=8, min_entries=8)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(100), np.int32(10))
+    tokens = random_tokens(100)
+    _, cache = prefill(plan, cache, tokens[:50], 50)
+    for token in tokens[50:60]:
+        _, cache = decode_step(
+            PARAMS, CONFIG, plan, cache, rows=np.array([1], np.int32), tokens=np.array([token], np.int32)
+        )
+    assert (int(cache.tokens[1]), int(cache.tail[1])) == (50, 10)
+    _, cache = prefill(plan, cache, tokens[60:], 40)
+    assert (int(cache.tokens[1]), int(cache.tail[1])) == (100, 0)
+    keys = true_keys(tokens)
+    for head in range(CONFIG.num_kv_heads):
+        kept = kept_positions(entries_of(plan, cache, 1, head), keys[head])
+        assert len(set(kept)) == plan.lengths(100)[plan.group_of.reshape(-1)[head]]
+        assert kept[-8:] == list(range(92, 100))
+
+
+@pytest.mark.parametrize("back", [3, 8, 14])
+def test_rollback_and_run_again_changes_nothing(back):
+    """Into the tail, to its end, and into the window: at full retention the next logits are the dense ones."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 1.0), 2, 8, window=8)
+    tokens = random_tokens(60)
+    want = dense_logits(CONFIG, tokens)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(60), np.int32(8))
+    _, cache = prefill(plan, cache, tokens[:50], 50)
+    for token in random_tokens(8, 5):
+        _, cache = decode_step(
+            PARAMS, CONFIG, plan, cache, rows=np.array([1], np.int32), tokens=np.array([token], np.int32)
+        )
+    cache = tj.rollback(plan, cache, ROW, np.int32(back + 8 if back < 14 else back))
+    start = 50 - back if back < 14 else 58 - back
+    logits, cache = prefill(plan, cache, tokens[start:], 60 - start)
+    np.testing.assert_allclose(logits[-1], want[-1], atol=1e-4)
+    assert (int(cache.tokens[1]), int(cache.tail[1])) == (60, 0)
+
+
+def test_a_fork_goes_its_own_way():
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 1.0), 2, 8, window=8)
+    tokens, one, other = random_tokens(53), random_tokens(20, 7), random_tokens(20, 8)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(53), np.int32(20))
+    _, cache = prefill(plan, cache, tokens, 53)
+    before = int(cache.num_free)
+    cache = tj.fork(plan, cache, ROW, np.int32(2))
+    assert before - int(cache.num_free) == plan.pages(53, 20) - plan.shared_pages(53)
+    for a, b in zip(one, other, strict=True):
+        logits, cache = decode_step(
+            PARAMS, CONFIG, plan, cache, rows=np.array([1, 2], np.int32), tokens=np.array([a, b], np.int32)
+        )
+    for got, branch in zip(logits, (one, other), strict=True):
+        np.testing.assert_allclose(got, dense_logits(CONFIG, np.concatenate([tokens, branch]))[-1], atol=1e-4)
+    cache = tj.release(plan, tj.release(plan, cache, ROW), np.int32(2))
+    assert int(cache.num_free) == 600
+    assert int(cache.owners.sum()) == 0
+
+
+def test_the_pool_is_never_copied():
+    """Donated and written in place: the compiled step needs less temporary memory than the pool's size."""
+    plan = tj.CachePlan.build(ragged_profile(), 2, 16)
+    cache = tj.init_cache(plan, CONFIG, num_pages=40_000, max_requests=2, max_tokens=256, max_tail=32)
+    rows = np.array([0], np.int32)
+    compiled = [
+        decode_step.lower(PARAMS, CONFIG, plan, cache, rows=rows, tokens=rows).compile(),
+        prefill_chunk.lower(
+            PARAMS, CONFIG, plan, cache, scorer=SNAPKV, row=ROW, tokens=np.zeros(32, np.int32), count=ROW
+        ).compile(),
+    ]
+    for program in compiled:
+        assert program.memory_analysis().temp_size_in_bytes < cache.pool.nbytes / 4
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(3, 5, 0.5))
+    with pytest.raises(ValueError, match="calibrate a profile for this model"):
+        new_cache(plan)
