@@ -1,0 +1,38 @@
+# Two commands: `make serve` and `make test`. Both set up everything in .venv first.
+PYTHON ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+MODEL ?= smollm2-135m-instruct
+SERVE_FLAGS ?=
+
+.PHONY: serve test lint slow gpu clean
+
+serve: $(READY)
+	$(BIN)/python -m serve --model $(MODEL) $(SERVE_FLAGS)
+
+test: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# What takes minutes: long property tests and the real model.
+slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow
+
+# On a machine with an NVIDIA GPU and jax[cuda13] installed.
+gpu: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
