@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from serve.scheduler import Limits, Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
+GAUGE_SECONDS = 0.2  # between two looks at all rows for the gauges that need them; at once when idle
 
 log = logging.getLogger("tangram.engine")
 
@@ -53,6 +54,9 @@ class Engine:
         self._ready = False
         self._arrivals = 0
         self._totals = {"steps": 0, "prompt": 0, "generated": 0}
+        self._retired = Counter[str]()  # counters of schedulers before the present one
+        self._gauges: tuple[int, float | None] = 0, None  # pages_stored, retention_reached
+        self._gauges_due = 0.0
         self._stats = EngineStats(pages_total=num_pages)
         self._page_bytes = runner.cache.pool.nbytes // max(1, num_pages)
 
@@ -118,18 +122,21 @@ class Engine:
             with self._wake:
                 while not (self._commands or self._under_way or self._busy or self._stopping):
                     self._wake.wait()
-                commands = list(self._commands)
-                self._commands.clear()
             try:
-                for command in commands:
-                    command()
+                self._obey()
                 self.step()
             except Exception as error:
                 self._recover(error)
+        self._obey()  # what came too late ends like the rest
         for sequences in list(self._sequences.values()):
             for sequence in sequences:
                 self._emit(sequence, TokenOutput(choice=sequence.choice, finish_reason="abort"))
         self._sequences.clear()
+
+    def _obey(self) -> None:
+        """Run the commands; one that fails leaves those behind it in the queue."""
+        while self._commands:
+            self._commands.popleft()()
 
     @property
     def _busy(self) -> bool:
@@ -160,12 +167,17 @@ class Engine:
                     sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=message)
                 )
         self._sequences.clear()
+        self._retired.update(self._scheduler.counters)
         self._runner.reset()
         self._scheduler = Scheduler(self._runner.plan, self._limits, self._num_pages, self._runner)
+        self._update_stats()
 
     def _add(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         if request.request_id in self._sequences:
-            on_output(TokenOutput(finish_reason="error", error=f"request id {request.request_id} is in use"))
+            message = f"request id {request.request_id} is in use"
+            self._emit(
+                Sequence(request, 0, on_output, 0, 0), TokenOutput(finish_reason="error", error=message)
+            )
             return
         base = request.sampling.seed
         first: Sequence | None = None
@@ -266,10 +278,11 @@ class Engine:
             log.exception("The receiver of request %s failed", sequence.request.request_id)
 
     def _update_stats(self) -> None:
-        scheduler, plan = self._scheduler, self._runner.plan
-        states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
-        full = sum(s.cached for s in states) * plan.group_of.size
-        held = sum(plan.entries(s.compressed) + s.tail * plan.group_of.size for s in states)
+        scheduler, counters = self._scheduler, self._retired + self._scheduler.counters
+        now = time.monotonic()
+        if now >= self._gauges_due or not (self._busy or self._under_way):
+            self._gauges_due = now + GAUGE_SECONDS
+            self._gauges = scheduler.sessions.pages, self._retention_reached()
         self._stats = EngineStats(
             requests_running=len(scheduler.running),
             requests_waiting=len(scheduler.waiting),
@@ -277,15 +290,23 @@ class Engine:
             pages_total=scheduler.pages.total,
             page_bytes=self._page_bytes,
             stored_sessions=len(scheduler.sessions),
-            pages_stored=scheduler.sessions.pages,
+            pages_stored=self._gauges[0],
             prompt_tokens_total=self._totals["prompt"],
             generation_tokens_total=self._totals["generated"],
-            prefix_query_tokens_total=scheduler.prefix_queries,
-            prefix_hit_tokens_total=scheduler.prefix_hits,
-            preemptions_total=scheduler.preemptions,
-            tail_compressions_total=scheduler.tail_compressions,
+            prefix_query_tokens_total=counters["prefix_queries"],
+            prefix_hit_tokens_total=counters["prefix_hits"],
+            preemptions_total=counters["preemptions"],
+            tail_compressions_total=counters["tail_compressions"],
             steps_total=self._totals["steps"],
             compilations_after_warmup=self._runner.compilations,
-            retention_target=plan.profile.retention,
-            retention_reached=held / full if full else None,
+            retention_target=self._runner.plan.profile.retention,
+            retention_reached=self._gauges[1],
         )
+
+    def _retention_reached(self) -> float | None:
+        """Entries held, of those that full KV would hold, over the tokens of all rows; None without any."""
+        scheduler, plan = self._scheduler, self._runner.plan
+        states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
+        full = sum(s.cached for s in states) * plan.group_of.size
+        held = sum(plan.entries(s.compressed) + s.tail * plan.group_of.size for s in states)
+        return held / full if full else None

@@ -6,7 +6,7 @@ decode, more means a chunk. So the first prefill, a continued conversation, the 
 back from preemption are the same thing.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,10 +53,7 @@ class Scheduler:
         self.sessions = SessionStore(limits.max_stored)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = 0
-        self.tail_compressions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.counters = Counter[str]()
         self._reach_back = ReachBack(plan)
         self._free_rows = list(range(limits.max_running + limits.max_stored))[::-1]
 
@@ -135,8 +132,8 @@ class Scheduler:
                 self._free_rows.append(state.row)
             return False
         if sequence.generated == 0:
-            self.prefix_queries += len(sequence.tokens)
-            self.prefix_hits += stays
+            self.counters["prefix_queries"] += len(sequence.tokens)
+            self.counters["prefix_hits"] += stays
             sequence.cached_tokens = stays
         if state.cached > stays:
             self._rollback(state, state.cached - stays)
@@ -150,6 +147,11 @@ class Scheduler:
         state = parent.state if parent else None
         if state is None or sequence.generated or state.compressed != sequence.prompt_length:
             return False
+        back = min(self._reach_back(state.compressed), sequence.prompt_length)
+        if (
+            back < 1
+        ):  # the last token of the prompt could not be run again for its logits: some head keeps nothing
+            return False
         full = (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
         if not (self._free_rows or self._evict()):
             return False
@@ -161,7 +163,6 @@ class Scheduler:
         sequence.state = RowState(row, holding, state.compressed, state.tail)
         assert parent is not None
         sequence.room = parent.room
-        back = min(self._reach_back(state.compressed), sequence.prompt_length)
         self._rollback(sequence.state, state.tail + back)
         return True
 
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.state is not None
-        self.preemptions += 1
+        self.counters["preemptions"] += 1
         self._release(sequence.state)
         sequence.state, sequence.phase = None, Phase.WAITING
         self.running.remove(sequence)
@@ -272,8 +273,6 @@ class Scheduler:
         state, plan = sequence.state, self.plan
         assert state is not None
         known = len(sequence.tokens)
-        if sequence.generated and state.tail >= self.limits.max_tail:
-            self.tail_compressions += 1
         # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
         short = min(plan.window, known) - (known - state.cached)
         back = min(short, state.tail + self._reach_back(state.compressed))
@@ -281,6 +280,8 @@ class Scheduler:
         last = known - state.cached <= most
         if last and not self._obtain(sequence, self._wanted(known, room)):
             return None
+        if sequence.generated and state.tail >= self.limits.max_tail:
+            self.counters["tail_compressions"] += 1
         if back > 0:
             self._rollback(state, back)
         start = state.cached
