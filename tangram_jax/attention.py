@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 256  # entries of each head that one step of the walk gathers
+BLOCK = 256  # entries of each head that one step of a decode walk gathers
+CHUNK_BLOCK = 512  # the same for a chunk
+QUERY_BLOCK = 256  # queries of a chunk whose causal part is taken together
 NEVER = -1e30  # a score that no softmax notices; finite, so that differences of two are not NaN
 
 
@@ -99,27 +101,55 @@ def chunk_attention(
 
     q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out f32[T, K, G, D], natural log-sum-exp f32[T, K, G]).
     Rows past the chunk's valid tokens give finite values without meaning.
+
+    Head by head: each walks over as many entries as it holds, and plain matrix products take half the time of batched
+    ones on a CPU.
     """
-    f32 = jnp.float32
-    tokens = q.shape[0]
-    q = q.transpose(1, 2, 0, 3)[None]  # [1, K, G, T, D]
-    scores = jnp.einsum("bkgtd,skd->bkgts", q, k, preferred_element_type=f32) * scale
-    causal = np.tril(np.ones((tokens, tokens), bool))
-    scores = jnp.where(causal, scores, NEVER)
-    nothing = Softmax(
-        jnp.zeros(q.shape, f32), jnp.full(q.shape[:-1], NEVER, f32), jnp.zeros(q.shape[:-1], f32)
-    )
-    start = nothing.add(
-        scores,
-        lambda w: jnp.einsum("bkgts,skd->bkgtd", w.astype(v.dtype), v, preferred_element_type=f32),
-    )
-    state = _walk(
-        pages,
-        start,
-        lambda keys: jnp.einsum("bkgtd,bksd->bkgts", q, keys, preferred_element_type=f32) * scale,
-        lambda w, values: jnp.einsum(
-            "bkgts,bksd->bkgtd", w.astype(values.dtype), values, preferred_element_type=f32
-        ),
-    )
-    out, lse = state.result()
-    return out[0].transpose(2, 0, 1, 3), lse[0].transpose(2, 0, 1)
+    tokens, heads, group, head_dim = q.shape
+    outs, lses = [], []
+    for head in range(heads):
+        rows = q[:, head].reshape(tokens * group, head_dim)
+        state = _causal(rows, k[:, head], v[:, head], group, scale)
+        out, lse = _walk_head(rows, pages, head, state, scale).result()
+        outs.append(out.reshape(tokens, group, head_dim))
+        lses.append(lse.reshape(tokens, group))
+    return jnp.stack(outs, 1), jnp.stack(lses, 1)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def _causal(rows: jax.Array, k: jax.Array, v: jax.Array, group: int, scale: float) -> Softmax:
+    """Queries [T * G, D] over keys and values [T, D] of their own chunk, in blocks that skip most of what is masked."""
+    parts = []
+    for start in range(0, k.shape[0], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, k.shape[0])
+        scores = _product(rows[start * group : stop * group], k[:stop].T) * scale
+        visible = np.arange(stop) <= np.repeat(np.arange(start, stop), group)[:, None]
+        scores = jnp.where(visible, scores, NEVER)
+        top = scores.max(-1)
+        weights = jnp.exp(scores - top[:, None])
+        parts.append(Softmax(_product(weights.astype(v.dtype), v[:stop]), top, weights.sum(-1)))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+def _walk_head(rows: jax.Array, pages: LayerPages, head: int, start: Softmax, scale: float) -> Softmax:
+    """Add all entries of one head of the one request of `pages` to `start`, for queries [R, D]."""
+    _, _, _, page_size, head_dim = pages.pool.shape
+    per_block = max(1, CHUNK_BLOCK // page_size)
+    block = per_block * page_size
+    column, length = pages.column[head], pages.lengths[0, head]
+
+    def body(i: jax.Array, state: Softmax) -> Softmax:
+        at = pages.first[head] + i * per_block + np.arange(per_block)
+        numbers = pages.table[0, jnp.minimum(at, pages.table.shape[1] - 1)]
+        with jax.named_scope("gather_pages"):
+            keys, values = (
+                pages.pool.at[numbers, kv, column].get(mode="clip").reshape(block, head_dim) for kv in (0, 1)
+            )
+        scores = _product(rows, keys.T) * scale
+        scores = jnp.where(i * block + np.arange(block) < length, scores, NEVER)
+        return state.add(scores, lambda w: _product(w.astype(values.dtype), values))
+
+    return lax.fori_loop(0, lax.div(length + (block - 1), block), body, start)
