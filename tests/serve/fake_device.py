@@ -1,0 +1,202 @@
+"""A device without tensors: rows hold token ids, pages are counted one by one, and the next token is a hash.
+
+The next token is a pure function of the tokens in a row and of the seed, as with a real model. So whatever the
+scheduler does (chunks, forks, stored sessions, preemption, compressed tails), the output must be the one that
+`expected` computes without any of it. Every rule of the cache that the scheduler relies on is asserted here.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from models.testing import tiny_config
+from serve.runner import Handles
+from serve.scheduler import Limits
+from serve.sequence import Sequence, Work
+from tangram_jax.plan import CachePlan
+
+CONFIG = tiny_config()
+VOCAB = CONFIG.vocab_size
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """The model: any id but the special ones, or now and then an EOS."""
+    code = zlib.crc32(np.asarray([*tokens, seed & 0xFFFF], np.int32).tobytes())
+    return 2 if code % 97 == 0 else 8 + code % (VOCAB - 8)
+
+
+def expected(prompt: list[int], seed: int, count: int, stops: tuple[int, ...] = (0, 2)) -> list[int]:
+    """What a request must generate: up to `count` tokens, the first stop token included."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < count:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRow:
+    """One row: what it holds, and its pages by group. `compressed` is the highest count it was compressed at."""
+
+    content: list[int] = field(default_factory=list)
+    compressed: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+    seed: int = 0
+    last_token: int = 0
+
+    @property
+    def tail(self) -> int:
+        return len(self.content) - self.compressed
+
+
+class FakeDevice:
+    """RowOperations and `run`, in the order in which a device would do them."""
+
+    def __init__(self, plan: CachePlan, limits: Limits, num_pages: int) -> None:
+        self.plan, self.limits, self.num_pages = plan, limits, num_pages
+        self.calls: list[tuple[Any, ...]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.free = list(range(self.num_pages))
+        self.owners = [0] * self.num_pages
+        self.rows = [self._empty() for _ in range(self.limits.max_running + self.limits.max_stored)]
+
+    def _empty(self) -> FakeRow:
+        return FakeRow(pages=[[] for _ in range(self.plan.num_groups)])
+
+    def _take(self) -> int:
+        assert self.free, "the scheduler took a page that is not free"
+        page = self.free.pop()
+        self.owners[page] = 1
+        return page
+
+    def _give(self, page: int) -> None:
+        self.owners[page] -= 1
+        assert self.owners[page] >= 0
+        if not self.owners[page]:
+            self.free.append(page)
+
+    # RowOperations
+
+    def reserve(self, row: int, tokens: int, tail: int) -> None:
+        self.calls.append(("reserve", row, tokens, tail))
+        for pages, wanted in zip(self.rows[row].pages, self.plan.group_pages(tokens, tail), strict=True):
+            while len(pages) < wanted:
+                pages.append(self._take())
+
+    def trim(self, row: int, tokens: int, tail: int) -> None:
+        self.calls.append(("trim", row, tokens, tail))
+        shared = self.plan.locked(self.rows[row].compressed) // self.plan.page_size
+        wanted = self.plan.group_pages(tokens, tail)
+        assert (wanted >= shared).all()
+        for pages, count in zip(self.rows[row].pages, wanted, strict=True):
+            while len(pages) > count:
+                self._give(pages.pop())
+
+    def rollback(self, row: int, count: int) -> None:
+        self.calls.append(("rollback", row, count))
+        assert count >= 0
+        state = self.rows[row]
+        state.content = state.content[: len(state.content) - count]
+        reach = min(self.plan.window, self.plan.lengths(state.compressed).min())
+        assert state.tail >= -reach, "rolled back into locked entries"
+
+    def fork(self, src: int, dst: int) -> None:
+        self.calls.append(("fork", src, dst))
+        source = self.rows[src]
+        assert not any(self.rows[dst].pages)
+        assert src != dst
+        pages = []
+        for full, own in zip(
+            self.plan.locked(source.compressed) // self.plan.page_size, source.pages, strict=True
+        ):
+            for page in own[:full]:
+                self.owners[page] += 1
+            pages.append(own[:full] + [self._take() for _ in own[full:]])
+        self.rows[dst] = FakeRow(list(source.content), source.compressed, pages)
+
+    def release(self, row: int) -> None:
+        self.calls.append(("release", row))
+        for pages in self.rows[row].pages:
+            for page in pages:
+                self._give(page)
+        self.rows[row] = self._empty()
+
+    def start(self, sequence: Sequence) -> None:
+        assert sequence.state is not None
+        self.calls.append(("start", sequence.state.row))
+        assert not sequence.in_flight
+        row = self.rows[sequence.state.row]
+        row.seed, row.last_token = sequence.seed, sequence.tokens[-1]
+
+    # Steps
+
+    def run(self, work: Work) -> Handles:
+        """The tokens sampled, as a list in the order of the sequences (None where the sample means nothing)."""
+        sequences: list[Sequence | None] = []
+        rows: list[int] = []
+        scored = False
+        if work.chunk:
+            chunk = work.chunk
+            assert chunk.sequence.state is not None
+            scored = chunk.next_tokens is not None
+            row = self.rows[chunk.sequence.state.row]
+            most = self.limits.max_chunk_beside_decode if work.decode else self.limits.max_chunk
+            if scored:
+                most = self.limits.prompt_logprob_chunk
+                assert not work.decode
+            assert 1 <= len(chunk.tokens) <= most
+            assert chunk.start == len(row.content)
+            row.content += chunk.tokens.tolist()
+            assert len(row.content) >= row.compressed, "a chunk after a rollback must reach the old count"
+            row.compressed = len(row.content)
+            self._check_pages(row)
+            sequences.append(chunk.sequence if chunk.last else None)
+            rows.append(chunk.sequence.state.row)
+        assert len(work.decode) <= self.limits.max_running
+        for sequence in work.decode:
+            assert sequence.state is not None
+            assert sequence.state.row not in rows
+            row = self.rows[sequence.state.row]
+            assert 0 <= row.tail < self.limits.max_tail
+            row.content.append(row.last_token)
+            self._check_pages(row)
+            sequences.append(sequence)
+            rows.append(sequence.state.row)
+        tokens = np.zeros(len(rows), np.int32)
+        for i, (s, r) in enumerate(zip(sequences, rows, strict=True)):
+            if s is not None:
+                row = self.rows[r]
+                tokens[i] = row.last_token = next_token(row.content, row.seed)
+        return Handles(sequences, tokens)  # type: ignore[arg-type]
+
+    def _check_pages(self, row: FakeRow) -> None:
+        """Every entry has its page, no page beyond what a row of the table can hold, one owner where it is written."""
+        need = self.plan.group_pages(row.compressed, row.tail)
+        longest = self.limits.max_model_len
+        most = np.minimum(self.plan.lengths(longest) + self.limits.max_tail, longest)
+        locked = self.plan.locked(row.compressed)
+        for m, pages in enumerate(row.pages):
+            assert need[m] <= len(pages) <= -(-most[m] // self.plan.page_size)
+            for page in pages[locked[m] // self.plan.page_size :]:
+                assert self.owners[page] == 1, "entries that can change lie in a shared page"
+        assert len(row.content) <= longest
+
+
+class FakeRunner(FakeDevice):
+    """What the engine sees of a runner."""
+
+    config = CONFIG
+    compilations = 0
+
+    def __init__(self, plan: CachePlan, limits: Limits, num_pages: int) -> None:
+        super().__init__(plan, limits, num_pages)
+        self.cache = SimpleNamespace(pool=np.zeros(num_pages))
+
+    def warm_up(self) -> list[str]:
+        return []
