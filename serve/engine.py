@@ -118,6 +118,7 @@ class Engine:
     # The engine's thread
 
     def _run(self) -> None:
+        self._runner.claim()
         while not self._stopping:
             with self._wake:
                 while not (self._commands or self._under_way or self._busy or self._stopping):

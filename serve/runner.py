@@ -6,6 +6,8 @@ Every shape comes from a small set of buckets and all programs are compiled at s
 
 import itertools
 import logging
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +80,14 @@ class Handles:
     prompt: PromptScores | None = None
 
 
+def _on_duration(runner: "weakref.ref[Runner]", event: str, duration_secs: float, **_: Any) -> None:
+    """A listener cannot be a method: JAX would keep the runner, and its pool, for good."""
+    del duration_secs
+    living = runner()
+    if event == COMPILE_EVENT and living is not None:
+        living.note_compilation()
+
+
 class Runner:
     """Implements RowOperations for the scheduler and runs its work."""
 
@@ -112,19 +122,26 @@ class Runner:
         self.num_rows = num_rows
         self.cache: Cache
         self.sampler: SamplerState
-        self.compilations = 0
-        jax.monitoring.register_event_duration_secs_listener(self._count_compilation)
+        self.compilations = 0  # since warm-up, of the thread that claimed this runner
+        self._thread = threading.get_ident()
+        jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
         self._step = jax.jit(self._step_program, static_argnames="all_logits", donate_argnums=1)
         self._sample = jax.jit(sampling.sample, static_argnames="variant", donate_argnums=1)
         self.reset()
 
-    def _count_compilation(self, event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs
-        if event == COMPILE_EVENT:
-            self.compilations += 1
+    def claim(self) -> None:
+        """From now on the calling thread runs this: others may compile what they like, it is not counted."""
+        self._thread = threading.get_ident()
+
+    def note_compilation(self) -> None:
+        """The calling thread compiled something; threads that run something else do not count."""
+        self.compilations += threading.get_ident() == self._thread
 
     def reset(self) -> None:
         """Forget every row: an empty cache and sampler."""
+        # The old ones go first: the memory may not hold two pools.
+        self.__dict__.pop("cache", None)
+        self.__dict__.pop("sampler", None)
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
         fresh = self._new_cache(), sampling.init_sampler(self.num_rows, self.config.vocab_size)
         self.cache, self.sampler = jax.device_put(fresh, self._device)
