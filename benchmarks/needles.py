@@ -27,34 +27,36 @@ class Needle:
 
 
 def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
-    """`count` questions of `tokens` tokens (chat format included), depths spread evenly over (0, 1).
+    """`count` questions of `tokens` tokens (chat format included), depths spread evenly over (0, 1)."""
+    book = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8")
+    sentences = [sentence + "." for sentence in book.replace("\n\n", " ").split(". ")]
+    return [
+        _make_needle(
+            tokenizer, sentences, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}")
+        )
+        for index in range(count)
+    ]
 
-    The haystack is sized by binary search on real token counts, to within a sentence.
-    """
-    sentences = (
-        (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").replace("\n\n", " ").split(". ")
-    )
-    needles = []
-    for index in range(count):
-        rng = random.Random(f"needle/{seed}/{index}")
-        city, number = rng.choice(CITIES["heldout"]), str(rng.randint(10_000, 99_999))
-        depth = (index + 0.5) / count
-        start = rng.randrange(len(sentences) // 2)
-        fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
 
-        def prompt(length: int) -> tuple[list[int], list[int]]:
-            hay = [sentence + "." for sentence in sentences[start : start + length]]
-            at = round(depth * length)
-            text = " ".join([*hay[:at], fact, *hay[at:]])
-            rendered = tokenizer.render_chat([{"role": "user", "content": OPENING + text + asked}], True)
-            before, after = rendered.split(asked)
-            ids = tokenizer.encode(before, add_special_tokens=False)
-            return ids, tokenizer.encode(asked + after, add_special_tokens=False)
+def _make_needle(
+    tokenizer: Tokenizer, sentences: list[str], tokens: int, depth: float, rng: random.Random
+) -> Needle:
+    """Sized by binary search on real token counts, to within a sentence."""
+    city, number = rng.choice(CITIES["heldout"]), str(rng.randint(10_000, 99_999))
+    hay = sentences[rng.randrange(len(sentences) // 2) :]
+    fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
 
-        low, high = 0, len(sentences) - start
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if sum(map(len, prompt(middle))) <= tokens else (low, middle)
-        context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
-        needles.append(Needle(context, question, number, depth))
-    return needles
+    def prompt(length: int) -> tuple[list[int], list[int]]:
+        at = round(depth * length)
+        text = " ".join([*hay[:at], fact, *hay[at:length]])
+        rendered = tokenizer.render_chat([{"role": "user", "content": OPENING + text + asked}], True)
+        before, after = rendered.split(asked)
+        ids = tokenizer.encode(before, add_special_tokens=False)
+        return ids, tokenizer.encode(asked + after, add_special_tokens=False)
+
+    low, high = 0, len(hay)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sum(map(len, prompt(middle))) <= tokens else (low, middle)
+    context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
+    return Needle(context, question, number, depth)

@@ -157,9 +157,9 @@ class Setup:
 
 def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argparse.Namespace) -> list[Setup]:
     """Full KV, then per-head budgets and uniform ones of the same size, for each asked form of the profile."""
-    scorer = tj.get_scorer(arguments.scorer or profile.provenance.get("method", "snapkv"))
+    scorer = tj.get_scorer(arguments.scorer)
     longest = max(arguments.context + arguments.continuation, arguments.needle_tokens) + arguments.chunk
-    shape = profile.budgets.shape
+    shape = (profile.num_layers, profile.num_kv_heads)
 
     def setup(label: str, budgets: tj.BudgetProfile) -> Setup:
         plan = tj.CachePlan.build(budgets, arguments.heads_per_page, arguments.page_size, arguments.cluster)
@@ -248,9 +248,8 @@ def report(setups: list[Setup], arguments: argparse.Namespace, console: Console)
             for key in ("nll", "kl"):
                 less = np.subtract(uniform.results[key], per_head.results[key])
                 wins = int((less > 0).sum())
-                console.print(
-                    f"{key} of {uniform.label} minus {per_head.label}: {_text(less)}; per-head better in {wins} of {count}"
-                )
+                console.print(f"{key} of {uniform.label} minus {per_head.label}: {_text(less)}")
+                console.print(f"    per-head better in {wins} of {count} samples")
     if "aware" in full:
         count = len(full["aware"])
         table = Table(title=f"{count} needle questions at {arguments.needle_tokens} tokens: share answered")
@@ -293,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--model", default=DEFAULT_MODEL)
     out.add_argument("--profile", type=Path, help="default: the profile shipped for the model")
-    out.add_argument("--scorer", help="default: the method that the profile was calibrated with")
+    out.add_argument("--scorer", default="snapkv", help="what ranks entries, in all forms alike")
     out.add_argument(
         "--retention", type=float, help="normalise the profile to this retention instead of its own"
     )
@@ -324,13 +323,13 @@ def main() -> int:
         profile = replace(profile, retention=arguments.retention)
     model = load_model(arguments.model)
     setups = make_setups(model, profile, arguments)
-    if not arguments.needle_only:
-        measure_text(model, setups, arguments)
-    if arguments.needles:
-        measure_needles(model, setups, arguments)
+    parts = [] if arguments.needle_only else [measure_text]
+    parts += [measure_needles] if arguments.needles else []
+    for measure in parts:
+        measure(model, setups, arguments)
+        if arguments.out:  # after each part: a run that is cut short keeps the first
+            save(arguments.out, setups, arguments, profile)
     report(setups, arguments, Console(width=150))
-    if arguments.out:
-        save(arguments.out, setups, arguments, profile)
     return 0
 
 

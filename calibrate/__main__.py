@@ -18,12 +18,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from calibrate.measure import SINKS, WINDOW
+from calibrate.measure import SINKS, aside
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
-from tangram_jax.scorers import SCORERS, get_scorer
+from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
 REPORT_TOKENS = 4096
+# Offline a wide window of queries costs nothing, and it sees what more of the future will look at.
+DEFAULT_METHOD = "kv_compress"
+DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"kv_compress": {"window": 256}}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +39,18 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--model", default="smollm2-135m-instruct", help="short name, directory, GGUF file or hub name"
     )
-    out.add_argument("--method", default="snapkv", help=f"scorer: {', '.join(SCORERS)}")
+    out.add_argument(
+        "--method",
+        default=DEFAULT_METHOD,
+        help=f"scorer that compares heads: {', '.join(SCORERS)}; serving may use another",
+    )
+    out.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the method, e.g. window=256 (the default for kv_compress); may be repeated",
+    )
     out.add_argument("--retention", type=float, default=0.5, help="kept fraction to calibrate at, in (0, 1]")
     out.add_argument("--samples", type=int, default=50, help="calibration samples")
     out.add_argument(
@@ -62,7 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         _validate(arguments)
-        scorer = get_scorer(arguments.method)
+        scorer = _scorer(arguments.method, arguments.option)
+        least = SINKS + aside(scorer) + 1
+        if arguments.sample_tokens < least:
+            raise ValueError(
+                f"--sample-tokens must be at least {least} for {scorer} (sinks and window are aside)"
+            )
         from models.registry import load_model  # after the options are known to be good
 
         model = load_model(arguments.model, dtype=arguments.dtype)
@@ -105,17 +124,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _scorer(method: str, options: Sequence[str]) -> Scorer:
+    """The scorer with its calibration defaults and the given NAME=VALUE options."""
+    values = dict(DEFAULT_OPTIONS.get(method.replace("-", "_"), {}))
+    for option in options:
+        name, _, text = option.partition("=")
+        try:
+            values[name] = float(text) if "." in text or "e" in text else int(text)
+        except ValueError:
+            raise ValueError(f"--option must be NAME=NUMBER, found {option!r}") from None
+    return get_scorer(method, **values)
+
+
 def _validate(arguments: argparse.Namespace) -> None:
     """One error that names every bad option."""
-    least = SINKS + WINDOW + 1
     checks = (
         (0 < arguments.retention <= 1, "--retention is the kept fraction and must lie in (0, 1]"),
         (arguments.samples >= 1, "--samples must be at least 1"),
         (arguments.heldout >= 0, "--heldout must not be negative"),
-        (
-            arguments.sample_tokens >= least,
-            f"--sample-tokens must be at least {least} (sinks and window are aside)",
-        ),
         (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
         (arguments.heads_per_page >= 1, "--heads-per-page must be at least 1"),
         (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),

@@ -24,6 +24,11 @@ SINKS = 4
 WINDOW = 32
 
 
+def aside(scorer: Scorer) -> int:
+    """How many of a sample's last positions are not ranked."""
+    return max(WINDOW, scorer.query_rows or 0)
+
+
 def calibrate_ratios(
     params: Any,
     config: ModelConfig,
@@ -32,21 +37,24 @@ def calibrate_ratios(
     retention: float,
     *,
     sinks: int = SINKS,
-    window: int = WINDOW,
+    window: int | None = None,
 ) -> Float[Array, "L K"]:
     """Share of its entries that each head keeps on one sample, f32[L, K] in [0, 1] (paper, section 4.1).
 
-    In each layer, the scores of all heads are flattened, the first `sinks` and last `window` positions aside,
-    which every head keeps anyway; the best ceil(retention * K * m) of the K * m scores stay, with
-    m = n - sinks - window; a head's share is its number of them over m. So a layer's mean share is `retention`.
-    Equal scores go to the earlier position, then to the lower head, so that equal heads share alike.
+    In each layer, the scores of all heads are flattened, the first `sinks` and last `window` positions aside:
+    every head keeps those anyway, and queries that score must not score themselves. Of the rest the best
+    ceil(retention * K * m) of the K * m scores stay, with m = n - sinks - window; a head's share is its number of
+    them over m. So a layer's mean share is `retention`. Equal scores go to the earlier position, then to the
+    lower head, so that equal heads share alike.
 
     Args:
       tokens: i32[n], n > sinks + window. Everything but `params` and `tokens` is static under jit.
+      window: default `aside(scorer)`: 32, or the scorer's own window of queries where that is wider.
 
     Raises:
       ValueError: if the sample is too short, or retention is not in (0, 1].
     """
+    window = aside(scorer) if window is None else window
     n, candidates = tokens.shape[0], tokens.shape[0] - sinks - window
     if candidates < 1:
         raise ValueError(f"a sample needs more than sinks + window = {sinks + window} tokens, found {n}")
@@ -61,9 +69,8 @@ def calibrate_ratios(
         out, lse = causal_attention_with_lse(q, k, v, scale=config.attention_scale)
         scores = _score(q, k, v, lse, scorer=scorer, config=config)
         with jax.named_scope("keep"):
-            flat = scores[:, sinks : n - window].T.reshape(
-                -1
-            )  # position-major, for fair ties; top_k is stable
+            # Position-major, so that ties do not go to the lower heads; top_k is stable.
+            flat = scores[:, sinks : n - window].T.reshape(-1)
             head = jax.lax.top_k(flat, keep)[1] % config.num_kv_heads
             kept = (head[:, None] == jnp.arange(config.num_kv_heads)).sum(axis=0)
         return out, [*state, kept.astype(jnp.float32) / candidates]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calibrate.measure import SINKS, WINDOW, calibrate_ratios
+from calibrate.measure import SINKS, aside, calibrate_ratios
 from calibrate.samples import TextSample
 from calibrate.stability import Stability, measure_stability
 from models.config import ModelConfig
@@ -82,7 +82,7 @@ def calibrate(
         "heldout_samples": len(heldout),
         "seed": seed,
         "sinks": SINKS,
-        "window": WINDOW,
+        "window": aside(scorer),
         "stability": dataclasses.asdict(stability),
         "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),

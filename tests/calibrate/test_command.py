@@ -68,15 +68,18 @@ def test_reached_retention_by_hand():
 
 
 def test_bad_options_are_one_clear_error(tmp_path, capsys):
-    assert main(["--retention", "0", "--samples", "0", "--sample-tokens", "36", "--out", str(tmp_path)]) == 2
+    assert main(["--retention", "0", "--samples", "0", "--out", str(tmp_path)]) == 2
     message = " ".join(capsys.readouterr().err.split())
-    for part in (
-        "--retention is the kept fraction",
-        "--samples must",
-        "--sample-tokens must be at least 37",
-        "directory",
-    ):
+    for part in ("--retention is the kept fraction", "--samples must", "directory"):
         assert part in message
+    for options, part in (
+        (["--method", "snapkv", "--sample-tokens", "36"], "--sample-tokens must be at least 37 for SnapKV"),
+        (["--sample-tokens", "260"], "--sample-tokens must be at least 261 for KVCompress(window=256"),
+        (["--option", "window"], "--option must be NAME=NUMBER, found 'window'"),
+        (["--option", "width=3"], "kv_compress does not know width"),
+    ):
+        assert main([*options, "--out", str(tmp_path / "x.npz")]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
     assert main(["--method", "h2o", "--out", str(tmp_path / "x.npz")]) == 2
     assert "unknown scorer 'h2o'" in capsys.readouterr().err
     assert main(["--model", "no such model", "--out", str(tmp_path / "x.npz")]) == 2

@@ -16,7 +16,7 @@ from tangram_jax.scorers import get_scorer
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG, 1)
-METHODS = ("snapkv", "expected_attention", "keydiff", "streaming_llm")
+METHODS = ("snapkv", "kv_compress", "expected_attention", "keydiff", "streaming_llm")
 
 
 def tokens(count, seed=0):
@@ -110,6 +110,15 @@ def test_the_ceiling_is_exact():
     config = tiny_config(num_kv_heads=1, num_heads=2, num_layers=1)
     run = partial(calibrate_ratios, random_params(config), config, tokens(136), get_scorer("snapkv"))
     assert float(run(0.07)[0, 0]) == pytest.approx(0.07)
+
+
+def test_queries_that_score_are_not_ranked():
+    """A window of 64 queries sets 64 positions aside: 100 - 4 - 64 candidates a head are shared out."""
+    scorer = get_scorer("kv_compress", window=64)
+    shares = np.asarray(calibrate_ratios(PARAMS, CONFIG, tokens(100), scorer, 0.5))
+    np.testing.assert_allclose(shares.sum(axis=1) * 32, 0.5 * CONFIG.num_kv_heads * 32, rtol=1e-5)
+    wider = calibrate_ratios(PARAMS, CONFIG, tokens(100), scorer, 0.5, window=70)
+    assert (np.asarray(wider) != shares).any()
 
 
 def test_bad_input_is_named():

@@ -11,12 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tangram_jax.scorers import ExpectedAttention, KeyDiff, ScoreInputs, SnapKV, StreamingLLM, get_scorer
+from tangram_jax.scorers import (
+    ExpectedAttention,
+    KeyDiff,
+    KVCompress,
+    ScoreInputs,
+    SnapKV,
+    StreamingLLM,
+    get_scorer,
+)
 
 D = 16
 INV_FREQ = (100_000.0 ** (-np.arange(0, D, 2) / D)).astype(np.float32)
 SCALE = 0.31  # not 1/sqrt(D): the scale must be taken from the inputs
-ALL = [SnapKV(), SnapKV(window=5, pool=3), ExpectedAttention(future=40), KeyDiff(), StreamingLLM()]
+ALL = [
+    SnapKV(),
+    KVCompress(),
+    SnapKV(window=5, pool=3),
+    ExpectedAttention(future=40),
+    KeyDiff(),
+    StreamingLLM(),
+]
 
 # chunk rows, valid rows, tail entries, KV heads, group size, first position of the chunk
 CASES = {
@@ -76,7 +91,8 @@ def as_float64(x: ScoreInputs):
     return [np.asarray(a, np.float64) for a in (x.q, x.lse, x.k, x.v)]
 
 
-def snapkv_reference(x: ScoreInputs, window: int, pool: int) -> np.ndarray:
+def window_reference(x: ScoreInputs, window: int, pool: int, *, squared: bool) -> np.ndarray:
+    """SnapKV: mean over the window, mean over G. KV-Compress: sums of squares. Then both take a max over neighbours."""
     q, lse, k, _ = as_float64(x)
     positions, valid, num_valid = np.asarray(x.positions), np.asarray(x.valid), int(x.num_valid)
     kv_heads, count = k.shape[:2]
@@ -90,8 +106,9 @@ def snapkv_reference(x: ScoreInputs, window: int, pool: int) -> np.ndarray:
                 for c in np.flatnonzero(valid[head]):
                     if positions[c] <= int(x.q_positions[t]):
                         logit = SCALE * q[t, head * group + g] @ k[head, c]
-                        attention[g, c] += np.exp(logit - lse[t, head * group + g]) / len(queries)
-        mean = attention.mean(axis=0)
+                        probability = np.exp(logit - lse[t, head * group + g])
+                        attention[g, c] += probability**2 if squared else probability / len(queries)
+        mean = attention.sum(axis=0) if squared else attention.mean(axis=0)
         for c in np.flatnonzero(valid[head]):
             near = range(max(0, c - pool // 2), min(count, c + pool // 2 + 1))
             scores[head, c] = max(mean[i] for i in near if valid[head, i])
@@ -149,7 +166,9 @@ def streaming_reference(x: ScoreInputs) -> np.ndarray:
 def reference(scorer, x):
     match scorer:
         case SnapKV():
-            return snapkv_reference(x, scorer.window, scorer.pool)
+            return window_reference(x, scorer.window, scorer.pool, squared=False)
+        case KVCompress():
+            return window_reference(x, scorer.window, scorer.pool, squared=True)
         case ExpectedAttention():
             return expected_attention_reference(x, scorer.future, scorer.eps, scorer.skip)
         case KeyDiff():
@@ -265,6 +284,8 @@ def test_unknown_names_and_options():
         get_scorer("snapkv", width=3)
     with pytest.raises(ValueError, match="it has no options"):
         get_scorer("keydiff", eps=3)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        get_scorer("kv_compress", window=0)
     with pytest.raises(ValueError, match="pool must be odd"):
         get_scorer("snapkv", pool=4)
     with pytest.raises(ValueError, match="future must be at least 1"):
