@@ -35,7 +35,9 @@ def flush_buffer(megabytes: int = 256) -> jax.Array:
     return jax.random.normal(jax.random.PRNGKey(0), (megabytes * 2**19,), jnp.bfloat16)
 
 
-def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12) -> tuple[float, float]:
+def cold_kernel_us(
+    call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12
+) -> tuple[float, float]:
     """Median and least time of the kernel whose name contains `name`, with a cold L2.
 
     `call(*args)` runs `calls` times inside one scan; in between a buffer larger than the L2 is read. The first argument is
@@ -43,15 +45,17 @@ def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str, c
     """
     flush = flush_buffer()
 
-    def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
-        swept = jnp.sum(flush.astype(jnp.float32) * carry)
-        first = args[0] + (swept * 0).astype(args[0].dtype)
-        out = call(first, *args[1:])
-        return swept * 1e-30 + 1.0, jax.tree.map(lambda x: x.reshape(-1)[:1], out)
+    @jax.jit  # the arguments come in as operands: captured, gigabytes of them would be constants of the program
+    def run(flush: jax.Array, *args: Any) -> Any:
+        def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+            swept = jnp.sum(flush.astype(jnp.float32) * carry)
+            out = call(args[0] + (swept * 0).astype(args[0].dtype), *args[1:])
+            return swept * 1e-30 + 1.0, jax.tree.map(lambda x: x.reshape(-1)[:1], out)
 
-    run = jax.jit(lambda: lax.scan(step, jnp.float32(1.0), None, length=calls))
-    jax.block_until_ready(run())
-    kernels = trace_kernels(run)
+        return lax.scan(step, jnp.float32(1.0), None, length=calls)
+
+    jax.block_until_ready(run(flush, *args))
+    kernels = trace_kernels(lambda: run(flush, *args))
     times = [t for key, values in kernels.items() if name in key for t in values]
     if not times:
         raise RuntimeError(f"no kernel named {name!r} among {sorted(kernels)}")
@@ -61,14 +65,17 @@ def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str, c
 def busy_us(call: Callable[..., Any], args: tuple[Any, ...], calls: int = 6) -> float:
     """Mean time of all kernels of a call together; for operations of several kernels over more data than the L2 holds."""
 
-    def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
-        out = call(args[0] + (carry * 0).astype(args[0].dtype), *args[1:])
-        leaf = jax.tree.leaves(out)[0]
-        return leaf.reshape(-1)[0].astype(jnp.float32), None
+    @jax.jit
+    def run(*args: Any) -> Any:
+        def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+            out = call(args[0] + (carry * 0).astype(args[0].dtype), *args[1:])
+            leaf = jax.tree.leaves(out)[0]
+            return leaf.reshape(-1)[0].astype(jnp.float32), None
 
-    run = jax.jit(lambda: lax.scan(step, jnp.float32(0.0), None, length=calls)[0])
-    jax.block_until_ready(run())
-    return sum(sum(v) for v in trace_kernels(run).values()) / calls
+        return lax.scan(step, jnp.float32(0.0), None, length=calls)[0]
+
+    jax.block_until_ready(run(*args))
+    return sum(sum(v) for v in trace_kernels(lambda: run(*args)).values()) / calls
 
 
 def read_roof(gigabytes: int = 4) -> float:

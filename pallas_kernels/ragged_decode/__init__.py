@@ -6,7 +6,15 @@ from pallas_kernels.ragged_decode.plan import DecodePlan, plan_decode
 from pallas_kernels.ragged_decode.reference import ragged_decode_reference
 from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
 
-__all__ = ["DEFAULT", "DecodePlan", "Tuning", "check_supported", "plan_decode", "ragged_decode", "ragged_decode_reference"]
+__all__ = [
+    "DEFAULT",
+    "DecodePlan",
+    "Tuning",
+    "check_supported",
+    "plan_decode",
+    "ragged_decode",
+    "ragged_decode_reference",
+]
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -16,7 +24,6 @@ MAX_GROUP = 16
 def ragged_decode(
     q: jax.Array,
     pool: jax.Array,
-    table: jax.Array,
     plan: DecodePlan,
     *,
     scale: float,
@@ -35,7 +42,6 @@ def ragged_decode(
     Args:
       q: [B, K, G, D] queries after RoPE, bfloat16 or float16.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
-      table: i32[rows, R] flat rows of page numbers.
       plan: of this layer: `plan_decode(...).layer(index)`.
       scale: factor of the products q . k.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
@@ -56,7 +62,7 @@ def ragged_decode(
     from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 
     return ragged_decode_mosaic_gpu(
-        q, pool, table, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
+        q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
         k_new=k_new, v_new=v_new, out_dtype=out_dtype, tuning=tuning,
     )  # fmt: skip
 
@@ -81,7 +87,9 @@ def check_supported(
     if pool_dtype not in ("bfloat16", "float16"):
         raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
     if q_dtype != pool_dtype:
-        raise NotImplementedError(f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes")
+        raise NotImplementedError(
+            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
+        )
     device = jax.devices()[0] if device is None else device
     if device.platform != "gpu":
         raise NotImplementedError(f"platform {device.platform}: the kernel runs on NVIDIA Hopper GPUs")

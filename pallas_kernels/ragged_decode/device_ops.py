@@ -48,7 +48,7 @@ def load_transposed(src: jax.Ref, columns: int) -> jax.Array:
         del ctx
         index = ir.IndexType.get()
         element = ir.MemRefType(src.type).element_type
-        most = arith.constant(index, group - 1)
+        most = mgpu_utils.c(group - 1, index)
         zero = mgpu.FragmentedArray.splat(
             mgpu_utils.c(0.0, element), (head_dim, columns), layout=mgpu.WGMMA_LAYOUT
         )
@@ -71,7 +71,7 @@ def store_transposed(value: jax.Array, dst: jax.Ref) -> None:
     def run(ctx, value, dst):
         del ctx
         index = ir.IndexType.get()
-        limit = arith.constant(index, group)
+        limit = mgpu_utils.c(group, index)
         rows = value.shape[1]
 
         def store(element, position):
@@ -85,4 +85,3 @@ def store_transposed(value: jax.Array, dst: jax.Ref) -> None:
         value.foreach(store)
 
     run(value.astype(dtype), dst)
-

@@ -16,7 +16,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -96,7 +95,7 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         pl.when(wg == 0)(functools.partial(_compute, cfg, refs))
         pl.when(wg == 1)(functools.partial(_load, cfg, refs))
 
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     pl.run_scoped(
         body,
         plgpu.SMEM((cfg.queries, cfg.head_dim), dtype, transforms=tiled),
@@ -126,7 +125,9 @@ class _Item(NamedTuple):
 def _load(cfg: Config, refs: _Refs) -> None:
     """The loading warpgroup: the pages of the share, tile by tile."""
     cta = lax.axis_index("cta")
-    start, end, first, last = (refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM))
+    start, end, first, last = (
+        refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
+    )
     columns = (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER, P.OFFSET, P.COLUMN)
     begin, stop, length, number, offset, column = (refs.share[cta, column] for column in columns)
     slots, most = i32(cfg.slots), refs.table.shape[0] - 1
@@ -172,7 +173,11 @@ def _load(cfg: Config, refs: _Refs) -> None:
             ids = lax.fori_loop(0, tiles, one_tile, ids)
             return done + tiles, next_item, next_offset, next_column, ids
 
-        init = (i32(0), item, offset, column, page_numbers(offset, base, limit))
+        if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
+            ids = tuple(refs.share[cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
+        else:
+            ids = page_numbers(offset, base, limit)
+        init = (i32(0), item, offset, column, ids)
         done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.interpreted:  # it wants every completion of a barrier to be seen
             for slot in range(cfg.slots):
@@ -190,9 +195,15 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
 def _compute(cfg: Config, refs: _Refs) -> None:
     """The computing warpgroup: items without entries, then the share from its back."""
     cta = lax.axis_index("cta")
-    start, end, first, last = (refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM))
-    begin, stop, length, number = (refs.share[cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER))
-    hand_to, first_share, num_empty = (refs.share[cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY))
+    start, end, first, last = (
+        refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
+    )
+    begin, stop, length, number = (
+        refs.share[cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER)
+    )
+    hand_to, first_share, num_empty = (
+        refs.share[cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY)
+    )
     tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
     slots = i32(cfg.slots)
 
@@ -207,7 +218,7 @@ def _compute(cfg: Config, refs: _Refs) -> None:
         number = refs.item[cta + n * cfg.num_shares, P.ITEM_EMPTY]
         q = _read_queries(cfg, refs, number) if cfg.has_new else None
         acc, m, norm = nothing()
-        _finish(cfg, refs, number, q, acc, m, norm, _read_new(cfg, refs, number))
+        _finish(cfg, refs, number, q, acc, m, norm, new=_read_new(cfg, refs, number))
         return ()
 
     rounds = lax.div(jnp.maximum(num_empty - cta, 0) + (cfg.num_shares - 1), i32(cfg.num_shares))
@@ -218,7 +229,9 @@ def _compute(cfg: Config, refs: _Refs) -> None:
         def one_item(j: Any, carry: Any) -> Any:
             done, item, q = carry
             before = jnp.maximum(last - j - 1, 0)
-            begin, length, number = (refs.item[before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER))
+            begin, length, number = (
+                refs.item[before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
+            )
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
             refs.q_s.transpose((1, 0))[...] = q
@@ -257,7 +270,7 @@ def _compute(cfg: Config, refs: _Refs) -> None:
 
                 @pl.when(has_head & has_tail)
                 def _() -> None:
-                    _finish(cfg, refs, item.number, q, acc, m, norm, new)
+                    _finish(cfg, refs, item.number, q, acc, m, norm, new=new)
 
                 @pl.when(jnp.logical_not(has_head & has_tail))
                 def _() -> None:
@@ -334,7 +347,7 @@ def _fused(
 
         rounds = lax.div(others + (unroll - 1), i32(unroll))
         acc_all, m_all, norm_all = lax.fori_loop(0, rounds, some, (acc, m, norm))
-        _finish(cfg, refs, item.number, q, acc_all, m_all, norm_all, new)
+        _finish(cfg, refs, item.number, q, acc_all, m_all, norm_all, new=new)
 
 
 def _read_queries(cfg: Config, refs: _Refs, number: Any) -> Any:
@@ -348,10 +361,13 @@ def _read_new(cfg: Config, refs: _Refs, number: Any) -> Any:
     """The current token's key and value, f32[D] each; read early, used when the item ends."""
     if not cfg.has_new:
         return None
-    return tuple(plgpu.load(ref.at[number], layout=BY_ROW, optimized=False).astype(f32) for ref in (refs.k_new, refs.v_new))
+    return tuple(
+        plgpu.load(ref.at[number], layout=BY_ROW, optimized=False).astype(f32)
+        for ref in (refs.k_new, refs.v_new)
+    )
 
 
-def _finish(cfg: Config, refs: _Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, new: Any) -> None:
+def _finish(cfg: Config, refs: _Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, *, new: Any) -> None:
     """Adds the sink and the current token, normalises, writes."""
     shape = (cfg.head_dim, cfg.queries)
 

@@ -56,14 +56,17 @@ def merge_pieces(
     m = jnp.where(valid[:, None], part_ml[:, 0], -jnp.inf)
     top = jax.ops.segment_max(m, item, items + 1)
     weight = jnp.where(valid[:, None], jnp.exp2(m - top[item]), 0.0)
-    denominator = jax.ops.segment_sum(jnp.where(valid[:, None], part_ml[:, 1], 0.0) * weight, item, items + 1)[:-1]
+    denominator = jax.ops.segment_sum(
+        jnp.where(valid[:, None], part_ml[:, 1], 0.0) * weight, item, items + 1
+    )[:-1]
     numerator = jax.ops.segment_sum(part * weight[:, None], item, items + 1)[:-1]
     cut = jnp.zeros(items + 1, bool).at[item].set(True)[:-1]
     top = jnp.where(cut[:, None], top[:-1], -1e30)
 
     queries = lse.shape[1]
     if sinks is not None:
-        logit = jnp.tile(jnp.pad(sinks.astype(jnp.float32) * LOG2E, ((0, 0), (0, queries - group))), (items // sinks.shape[0], 1))
+        logit = jnp.pad(sinks.astype(jnp.float32) * LOG2E, ((0, 0), (0, queries - group)))
+        logit = jnp.tile(logit, (items // sinks.shape[0], 1))
         numerator, top, denominator = _fold(numerator, top, denominator, logit, 0.0)
     if k_new is not None and v_new is not None:
         rows = q[:, :group].astype(jnp.float32)
@@ -71,16 +74,18 @@ def merge_pieces(
         if soft_cap is not None:
             logit = soft_cap * jnp.tanh(logit / soft_cap)
         logit = jnp.pad(logit * LOG2E, ((0, 0), (0, queries - group)))
-        numerator, top, denominator = _fold(numerator, top, denominator, logit, v_new.astype(jnp.float32)[:, :, None])
+        numerator, top, denominator = _fold(
+            numerator, top, denominator, logit, v_new.astype(jnp.float32)[:, :, None]
+        )
     merged = (numerator / denominator[:, None]).swapaxes(1, 2)[:, :group]
     out = jnp.where(cut[:, None, None], merged.astype(out.dtype), out)
     return out, jnp.where(cut[:, None], (top + jnp.log2(denominator)) / LOG2E, lse)
 
 
-def _fold(acc, m, l, logit, value):
-    """One more entry: acc [i, D, g], the others [i, g]."""
-    new = jnp.maximum(m, logit)
-    old, e = jnp.exp2(m - new), jnp.exp2(logit - new)
-    return acc * old[:, None] + e[:, None] * value, new, l * old + e
-
-
+def _fold(
+    acc: jax.Array, m: jax.Array, norm: jax.Array, logit: jax.Array, value: jax.Array | float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One more entry: acc [i, D, g], value [i, D, 1], the others [i, g]."""
+    top = jnp.maximum(m, logit)
+    fade, weight = jnp.exp2(m - top), jnp.exp2(logit - top)
+    return acc * fade[:, None] + weight[:, None] * value, top, norm * fade + weight

@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu  # noqa: F401  (registers the dialect before Pallas needs it)
+import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -23,7 +23,6 @@ f32 = jnp.float32
 def ragged_decode_mosaic_gpu(
     q: jax.Array,
     pool: jax.Array,
-    table: jax.Array,
     plan: DecodePlan,
     *,
     scale: float,
@@ -38,14 +37,16 @@ def ragged_decode_mosaic_gpu(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.ragged_decode.ragged_decode`."""
     return _call(
-        q, pool, table, plan, sinks, k_new, v_new,
+        q, pool, plan, sinks, k_new, v_new,
         scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap),
         out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype), tuning=tuning, merge=merge, interpret=interpret,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "out_dtype", "tuning", "merge", "interpret"))
-def _call(q, pool, table, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tuning, merge, interpret):
+@functools.partial(
+    jax.jit, static_argnames=("scale", "soft_cap", "out_dtype", "tuning", "merge", "interpret")
+)
+def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tuning, merge, interpret):
     # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
     batch, kv_heads, group, head_dim = q.shape
@@ -55,7 +56,7 @@ def _call(q, pool, table, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dty
     rows = q.reshape(items, group, head_dim)
     if interpret is not None:  # its reader of queries takes whole tiles
         rows = jnp.pad(rows, ((0, 0), (0, short), (0, 0)))
-    operands = [plan.shares, plan.items, plan.sync, table.reshape(-1), rows, pool]
+    operands = [plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
     if sinks is not None:
         padded = jnp.pad(sinks.astype(f32) * LOG2E, ((0, 0), (0, short)))
         operands.append(padded)
@@ -72,10 +73,22 @@ def _call(q, pool, table, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dty
         jax.ShapeDtypeStruct((pieces, 2, queries), f32),
     ]
     config = Config(
-        kv_heads=kv_heads, group=group, queries=queries, page=plan.page_size, unit=plan.unit, num_shares=plan.num_shares,
-        block=max(tuning.block(head_dim, plan.page_size), plan.unit), head_dim=head_dim, scale=scale, soft_cap=soft_cap,
-        has_sinks=sinks is not None, has_new=k_new is not None, fused=fused, interpreted=interpret is not None, tuning=tuning,
-    )  # fmt: skip
+        kv_heads=kv_heads,
+        group=group,
+        queries=queries,
+        head_dim=head_dim,
+        page=plan.page_size,
+        unit=plan.unit,
+        block=max(tuning.block(head_dim, plan.page_size), plan.unit),
+        num_shares=plan.num_shares,
+        scale=scale,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        has_new=k_new is not None,
+        fused=fused,
+        interpreted=interpret is not None,
+        tuning=tuning,
+    )
 
     def ragged_decode(*refs):  # the name that profiles show
         kernel_body(config, pool.dtype, *refs)
@@ -94,4 +107,3 @@ def _call(q, pool, table, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dty
     if not fused:
         out, lse = merge_pieces(plan, out, lse, part, part_ml, rows, sinks, k_new, v_new, scale, soft_cap)
     return out.reshape(q.shape), lse[:, :group].reshape(batch, kv_heads, group)
-

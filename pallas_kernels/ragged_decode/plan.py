@@ -19,10 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Columns of `DecodePlan.shares`. The data of a share's last item stand in its row, so that a CTA can start loading pages
-# after two dependent reads (row, page number) instead of three.
-START, END, FIRST_ITEM, LAST_ITEM, BEGIN, STOP, LENGTH, OFFSET, COLUMN, NUMBER, HAND_TO, FIRST_SHARE, EMPTY = range(13)
-SHARE_COLUMNS = 16
+# Columns of `DecodePlan.shares`. The data of a share's last item, which a CTA does first, and the first pages to load
+# stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
+START, END, FIRST_ITEM, LAST_ITEM = range(4)
+BEGIN, STOP, LENGTH, OFFSET, COLUMN, NUMBER = range(4, 10)  # of the last item
+HAND_TO, FIRST_SHARE = range(
+    10, 12
+)  # the share where the last item ends, the share where the first item begins
+EMPTY = 12  # number of items that hold nothing
+FIRST_PAGES, MAX_FIRST_PAGES = 16, 16
+SHARE_COLUMNS = FIRST_PAGES + MAX_FIRST_PAGES
 # Columns of `DecodePlan.items`. The first five speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
 # the others. NUMBER is the item's place in the batch, b * K + k.
 ITEM_BEGIN, ITEM_LENGTH, ITEM_OFFSET, ITEM_COLUMN, ITEM_NUMBER, ITEM_EMPTY = range(6)
@@ -39,7 +45,9 @@ class DecodePlan:
     shares: jax.Array  # i32[L, W, SHARE_COLUMNS]
     items: jax.Array  # i32[L, B * K + 1, ITEM_COLUMNS]
     heads: jax.Array  # i32[L, B * K, 3], in the batch's order, for the reference
-    sync: jax.Array  # i32[L, W, SYNC_STRIDE], zero between kernels: the kernel counts in it and leaves it at zero
+    # Zero between kernels: the kernel counts in it and leaves it at zero.
+    sync: jax.Array  # i32[L, W, SYNC_STRIDE]
+    table: jax.Array  # i32[rows, R], the same for all layers
     page_size: int = dataclasses.field(metadata={"static": True})
     unit: int = dataclasses.field(metadata={"static": True})
 
@@ -71,11 +79,11 @@ def default_unit(page_size: int) -> int:
 
 def plan_decode(
     lengths: jax.Array,
+    table: jax.Array,
     first: jax.Array | np.ndarray,
     column: jax.Array | np.ndarray,
     *,
     page_size: int,
-    row_stride: int,
     num_layers: int = 1,
     rows: jax.Array | None = None,
     num_shares: int | None = None,
@@ -87,10 +95,10 @@ def plan_decode(
 
     Args:
       lengths: i32[B, H] entries of each head's group, H = L * K heads in (layer, head) order. 0 or less: nothing to read.
+      table: i32[rows, R] flat rows of page numbers.
       first: i32[H] position of each head's group in a flat table row.
       column: i32[H] column of each head within its pages.
       page_size: entries in a page.
-      row_stride: page numbers in one row of the flat table, whose rows the kernel addresses by `rows`.
       num_layers: L.
       rows: i32[B] table row of each request; `arange(B)` if None.
       num_shares: equal shares to make, by default one per SM.
@@ -115,27 +123,40 @@ def plan_decode(
 
     length = jnp.maximum(by_layer(lengths.astype(jnp.int32)), 0)
     table_row = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
-    offset = by_layer(table_row[:, None] * row_stride + jnp.asarray(first, jnp.int32)[None])
+    offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, jnp.int32)[None])
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
     units = -(-length // unit)
     if borders is None and splits is None:
-        borders = _equal_borders(units.sum(axis=1), default_num_shares() if num_shares is None else num_shares)
+        borders = _equal_borders(
+            units.sum(axis=1), default_num_shares() if num_shares is None else num_shares
+        )
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
     assert borders is not None
     items = _pack_items(units, length, offset, columns)
     shares = _describe_shares(borders, items, num_empty=(units == 0).sum(axis=1, dtype=jnp.int32))
-    # Zeros that the compiler cannot know, so that it shares their memory with no other constant: the kernel writes there.
+    shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
+    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
     zero = jnp.minimum(length[:, :1, None], 0)
     return DecodePlan(
         shares=shares,
         items=items,
         heads=jnp.stack([length, offset, columns], axis=-1),
         sync=jnp.broadcast_to(zero, (num_layers, shares.shape[1], SYNC_STRIDE)),
+        table=table,
         page_size=page_size,
         unit=unit,
     )
+
+
+def _first_pages(shares: jax.Array, table: jax.Array, page_size: int, unit: int) -> jax.Array:
+    """i32[L, W, MAX_FIRST_PAGES]: from where the piece of each share's last item begins; past its end, its last page."""
+    start, end, begin, stop = (shares[..., column] for column in (START, END, BEGIN, STOP))
+    page = (jnp.maximum(start, begin) - begin) * (unit // page_size)
+    limit = jnp.minimum((jnp.minimum(end, stop) - begin) * unit, shares[..., LENGTH])
+    at = jnp.minimum(page[..., None] + jnp.arange(MAX_FIRST_PAGES), ((limit - 1) // page_size)[..., None])
+    return table.reshape(-1)[jnp.clip(shares[..., OFFSET, None] + at, 0, table.size - 1)].astype(jnp.int32)
 
 
 def _pack_items(units: jax.Array, length: jax.Array, offset: jax.Array, columns: jax.Array) -> jax.Array:
@@ -155,9 +176,11 @@ def _pack_items(units: jax.Array, length: jax.Array, offset: jax.Array, columns:
 
 
 def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array) -> jax.Array:
-    """i32[L, W, SHARE_COLUMNS] from i32[L, W + 1] borders."""
+    """i32[L, W, FIRST_PAGES] from i32[L, W + 1] borders."""
 
-    def find(table: jax.Array, value: jax.Array) -> jax.Array:  # the last interval that begins at or before `value`
+    def find(
+        table: jax.Array, value: jax.Array
+    ) -> jax.Array:  # the last interval that begins at or before `value`
         def search(a: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.searchsorted(a, v, side="right", method="compare_all").astype(jnp.int32) - 1
 
@@ -188,7 +211,7 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
         EMPTY: jnp.broadcast_to(num_empty[:, None], start.shape),
     }
     zero = jnp.zeros_like(start)
-    return jnp.stack([values.get(column, zero) for column in range(SHARE_COLUMNS)], axis=-1).astype(jnp.int32)
+    return jnp.stack([values.get(column, zero) for column in range(FIRST_PAGES)], axis=-1).astype(jnp.int32)
 
 
 def _equal_borders(total: jax.Array, num_shares: int) -> jax.Array:

@@ -9,7 +9,6 @@ from pallas_kernels.ragged_decode.plan import HEAD_COLUMN, HEAD_LENGTH, HEAD_OFF
 def ragged_decode_reference(
     q: jax.Array,
     pool: jax.Array,
-    table: jax.Array,
     plan: DecodePlan,
     *,
     scale: float,
@@ -28,8 +27,8 @@ def ragged_decode_reference(
     page = pool.shape[3]
     heads = plan.heads.reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
-    flat = table.reshape(-1)
-    entries = table.shape[-1] * page if max_length is None else max_length
+    flat = plan.table.reshape(-1)
+    entries = plan.table.shape[-1] * page if max_length is None else max_length
     num_pages = -(-entries // page)
     at = jnp.arange(num_pages)
     pages = jnp.take(flat, jnp.minimum(offset[..., None] + at, flat.size - 1))  # [B, K, pages]

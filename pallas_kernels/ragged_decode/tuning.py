@@ -8,17 +8,17 @@ class Tuning:
     """What depends on the chip. Sizes in bytes of the pool's 16-bit entries."""
 
     tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
-    slots: int = 6  # tiles in flight, keys and values counted apart
-    merge_unroll: int = 4  # partial results read at a time
+    slots: int = 4  # tiles in flight, keys and values counted apart; more crowd the memory and are slower
+    merge_unroll: int = 8  # partial results read at a time
 
     def block(self, head_dim: int, page_size: int) -> int:
         """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page."""
         return max(self.tile_bytes // (2 * head_dim), 64, page_size)
 
     def num_slots(self, head_dim: int, block: int) -> int:
-        """Slots that fit in the same memory if a page makes the tile larger than `tile_bytes`."""
+        """Fewer where a page makes the tile larger than `tile_bytes`: about the same bytes in flight."""
         tile = block * head_dim * 2
-        return max(2, min(self.slots, self.slots * self.tile_bytes // tile))
+        return max(3, min(self.slots, self.slots * self.tile_bytes // tile))
 
 
 TUNING = {

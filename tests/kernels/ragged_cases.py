@@ -32,12 +32,16 @@ class Case:
                 keys, values = (pool[pages, x, self.column[k]].reshape(-1, head_dim)[:n] for x in range(2))
                 if self.options.get("k_new") is not None:
                     keys = np.concatenate([keys, np.asarray(self.options["k_new"], np.float64)[b, k][None]])
-                    values = np.concatenate([values, np.asarray(self.options["v_new"], np.float64)[b, k][None]])
+                    values = np.concatenate(
+                        [values, np.asarray(self.options["v_new"], np.float64)[b, k][None]]
+                    )
                 logits = q[b, k] @ keys.T * self.scale
                 if (cap := self.options.get("soft_cap")) is not None:
                     logits = cap * np.tanh(logits / cap)
                 if self.options.get("sinks") is not None:
-                    logits = np.concatenate([logits, np.asarray(self.options["sinks"], np.float64)[k][:, None]], axis=1)
+                    logits = np.concatenate(
+                        [logits, np.asarray(self.options["sinks"], np.float64)[k][:, None]], axis=1
+                    )
                     values = np.concatenate([values, np.zeros((1, head_dim))])
                 if logits.shape[1]:
                     top = logits.max(axis=1, keepdims=True)
@@ -77,7 +81,10 @@ def make_case(
         else:
             at += room
             room = -(-max(int(lengths[:, k].max()), 0) // page_size)
-            first[k], column[k] = at, rng.integers(heads_per_page) if heads_per_page > 1 and rng.random() < 0.5 else 0
+            first[k], column[k] = (
+                at,
+                rng.integers(heads_per_page) if heads_per_page > 1 and rng.random() < 0.5 else 0,
+            )
     row = at + room + 1
     num_pages = batch * row + 2
     table = rng.permutation(num_pages)[: batch * row].reshape(batch, row).astype(np.int32)

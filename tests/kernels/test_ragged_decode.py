@@ -12,16 +12,22 @@ from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.ragged_cases import Case, make_case, relative_error
 
-OPTIONS = [{}, {"soft_cap": 20.0}, {"sinks": True}, {"new": True}, {"soft_cap": 20.0, "sinks": True, "new": True}]
+OPTIONS = [
+    {},
+    {"soft_cap": 20.0},
+    {"sinks": True},
+    {"new": True},
+    {"soft_cap": 20.0, "sinks": True, "new": True},
+]
 
 
 def plan_of(case: Case, **how) -> rd.DecodePlan:
     return rd.plan_decode(
         jnp.asarray(case.lengths),
+        case.table,
         case.first,
         case.column,
         page_size=case.pool.shape[3],
-        row_stride=case.table.shape[1],
         **how,
     ).layer(0)
 
@@ -29,9 +35,7 @@ def plan_of(case: Case, **how) -> rd.DecodePlan:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_reference_matches_dense_float64(options):
     case = make_case([[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, **options)
-    out, lse = rd.ragged_decode_reference(
-        case.q, case.pool, case.table, plan_of(case), scale=case.scale, **case.options
-    )
+    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale, **case.options)
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
     np.testing.assert_allclose(lse, want_lse, atol=2e-6)
@@ -39,7 +43,7 @@ def test_reference_matches_dense_float64(options):
 
 def test_reference_of_an_empty_head_is_zero_and_minus_infinity():
     case = make_case([[0, -1, 5]])
-    out, lse = rd.ragged_decode_reference(case.q, case.pool, case.table, plan_of(case), scale=case.scale)
+    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale)
     assert not np.asarray(out[0, :2], np.float32).any()
     assert np.isneginf(lse[0, :2]).all()
 
@@ -54,7 +58,11 @@ def pieces(plan: rd.DecodePlan) -> list[list[tuple[int, int, int]]]:
             for i in range(row[P.FIRST_ITEM], row[P.LAST_ITEM] + 1):
                 begin, stop = items[i, P.ITEM_BEGIN], items[i + 1, P.ITEM_BEGIN]
                 held.append(
-                    (int(items[i, P.ITEM_NUMBER]), max(row[P.START], begin) - begin, min(row[P.END], stop) - begin)
+                    (
+                        int(items[i, P.ITEM_NUMBER]),
+                        max(row[P.START], begin) - begin,
+                        min(row[P.END], stop) - begin,
+                    )
                 )
         result.append(held)
     return result
@@ -75,7 +83,12 @@ def test_every_plan_covers_every_unit_once(how):
     if "borders" in how:
         how = {"borders": jnp.asarray(how["borders"])}
     plan = rd.plan_decode(
-        jnp.asarray(lengths), np.array([0, 9, 20]), np.array([0, 1, 0]), page_size=16, row_stride=40, **how
+        jnp.asarray(lengths),
+        jnp.arange(120).reshape(3, 40),
+        np.array([0, 9, 20]),
+        np.array([0, 1, 0]),
+        page_size=16,
+        **how,
     ).layer(0)
     seen: dict[int, list[tuple[int, int, int]]] = {}
     for w, held in enumerate(pieces(plan)):
@@ -104,7 +117,10 @@ def test_every_plan_covers_every_unit_once(how):
 def test_equal_shares_differ_by_no_more_than_the_last():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(7, 0.8, size=(16, 8)).astype(np.int32)
-    plan = rd.plan_decode(jnp.asarray(lengths), np.zeros(8), np.zeros(8), page_size=64, row_stride=1, num_shares=132).layer(0)
+    table = jnp.zeros((16, 9), jnp.int32)
+    plan = rd.plan_decode(
+        jnp.asarray(lengths), table, np.zeros(8), np.zeros(8), page_size=64, num_shares=132, unit=64
+    ).layer(0)
     size = np.asarray(plan.shares)[:, P.END] - np.asarray(plan.shares)[:, P.START]
     total = int((-(-lengths // 64)).sum())
     assert size.sum() == total
@@ -115,12 +131,17 @@ def test_plans_of_many_layers_are_the_layers_plans():
     rng = np.random.default_rng(1)
     lengths = rng.integers(0, 300, size=(3, 8)).astype(np.int32)
     first, column = np.arange(8, dtype=np.int32) * 20, np.arange(8, dtype=np.int32) % 2
-    kwargs = dict(page_size=16, row_stride=200, num_shares=9)
+    kwargs = dict(page_size=16, num_shares=9)
+    table = jnp.asarray(rng.permutation(1200).reshape(6, 200), jnp.int32)
     rows = jnp.array([5, 0, 2])
-    together = jax.jit(lambda x: rd.plan_decode(x, first, column, num_layers=2, rows=rows, **kwargs))(lengths)
+    together = jax.jit(lambda x: rd.plan_decode(x, table, first, column, num_layers=2, rows=rows, **kwargs))(
+        lengths
+    )
     for layer in range(2):
         at = slice(4 * layer, 4 * layer + 4)
-        alone = rd.plan_decode(jnp.asarray(lengths[:, at]), first[at], column[at], rows=rows, **kwargs).layer(0)
+        alone = rd.plan_decode(
+            jnp.asarray(lengths[:, at]), table, first[at], column[at], rows=rows, **kwargs
+        ).layer(0)
         for got, want in zip(jax.tree.leaves(together.layer(layer)), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(got, want)
 
@@ -153,7 +174,7 @@ def test_divisions_in_the_interpreter(how):
 def check_interpreted(case: Case, **how) -> None:
     plan = plan_of(case, **how)
     out, lse = ragged_decode_mosaic_gpu(
-        case.q, case.pool, case.table, plan, scale=case.scale, out_dtype=jnp.float32, **case.options,
+        case.q, case.pool, plan, scale=case.scale, out_dtype=jnp.float32, **case.options,
         merge="separate", interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     want, want_lse = case.expected()
@@ -181,11 +202,11 @@ def test_layers_share_one_kernel_text():
 
     def step(q, pool, table, lengths):
         plan = rd.plan_decode(
-            jnp.tile(lengths, (1, 3)), np.tile(case.first, 3), np.tile(case.column, 3),
-            page_size=16, row_stride=table.shape[1], num_layers=3, num_shares=132,
+            jnp.tile(lengths, (1, 3)), table, np.tile(case.first, 3), np.tile(case.column, 3),
+            page_size=16, num_layers=3, num_shares=132,
         )  # fmt: skip
         for layer in range(3):
-            out, _ = ragged_decode_mosaic_gpu(q, pool, table, plan.layer(layer), scale=0.1)
+            out, _ = ragged_decode_mosaic_gpu(q, pool, plan.layer(layer), scale=0.1)
             q = q + out
         return q
 

@@ -11,7 +11,13 @@ from tests.kernels.ragged_cases import Case, make_case, relative_error
 pytestmark = pytest.mark.gpu
 
 SKEWED = [[1000, 377, 377, 0], [65, 2000, 2000, 129], [0, 0, 0, 0], [1, 64, 64, 5000]]
-OPTIONS = [{}, {"soft_cap": 20.0}, {"sinks": True}, {"new": True}, {"soft_cap": 20.0, "sinks": True, "new": True}]
+OPTIONS = [
+    {},
+    {"soft_cap": 20.0},
+    {"sinks": True},
+    {"new": True},
+    {"soft_cap": 20.0, "sinks": True, "new": True},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +29,14 @@ def hopper():
 
 def plan_of(case: Case, **how) -> rd.DecodePlan:
     return rd.plan_decode(
-        jnp.asarray(case.lengths), case.first, case.column,
-        page_size=case.pool.shape[3], row_stride=case.table.shape[1], **how,
+        jnp.asarray(case.lengths), case.table, case.first, case.column,
+        page_size=case.pool.shape[3], **how,
     ).layer(0)  # fmt: skip
 
 
 def run(case: Case, plan: rd.DecodePlan | None = None, out_dtype=jnp.float32):
     plan = plan_of(case) if plan is None else plan
-    return rd.ragged_decode(
-        case.q, case.pool, case.table, plan, scale=case.scale, out_dtype=out_dtype, **case.options
-    )
+    return rd.ragged_decode(case.q, case.pool, plan, scale=case.scale, out_dtype=out_dtype, **case.options)
 
 
 def check(case: Case, **how) -> None:
@@ -64,7 +68,9 @@ def test_groups(group):
     check(make_case(SKEWED, group=group, page_size=64, sinks=True, new=True))
 
 
-@pytest.mark.parametrize("how", [{"splits": 4}, {"splits": [1, 7, 2, 3]}, {"num_shares": 5}, {"num_shares": 300}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"splits": 4}, {"splits": [1, 7, 2, 3]}, {"num_shares": 5}, {"num_shares": 300}], ids=str
+)
 def test_divisions(how):
     check(make_case(SKEWED), **how)
 
@@ -107,11 +113,11 @@ def test_layers_compile_one_kernel():
     def step(layers: int, scale: float):
         def run(q, pool, table, lengths):
             plan = rd.plan_decode(
-                jnp.tile(lengths, (1, layers)), np.tile(case.first, layers), np.tile(case.column, layers),
-                page_size=16, row_stride=table.shape[1], num_layers=layers,
+                jnp.tile(lengths, (1, layers)), table, np.tile(case.first, layers), np.tile(case.column, layers),
+                page_size=16, num_layers=layers,
             )  # fmt: skip
             for layer in range(layers):
-                q = q + rd.ragged_decode(q, pool, table, plan.layer(layer), scale=scale)[0]
+                q = q + rd.ragged_decode(q, pool, plan.layer(layer), scale=scale)[0]
             return q
 
         lowered = jax.jit(run).trace(case.q, case.pool, case.table, jnp.asarray(case.lengths)).lower()
