@@ -1,32 +1,28 @@
-"""Attention of one layer over a row's paged entries, as XLA operations: the reference, and what runs on a CPU.
+"""Attention of one layer over a row's paged entries: the one place that decides what runs, and the XLA operations.
 
 Both kinds walk over the entries a block at a time with a running softmax, so memory is bounded by the block, the work
 by the longest head of the layer, and no shape depends on a length. Entries have no order and no positions: keys were
 rotated to their true positions before they were stored.
 """
 
+import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tangram_jax import gpu_attention
+from tangram_jax.pages import NEVER, LayerPages
+
 BLOCK = 256  # entries of each head that one step of a decode walk gathers
 CHUNK_BLOCK = 512  # the same for a chunk
 QUERY_BLOCK = 256  # queries of a chunk whose causal part is taken together
-NEVER = -1e30  # a score that no softmax notices; finite, so that differences of two are not NaN
 
 
-class LayerPages(NamedTuple):
-    """Where one layer's entries are."""
-
-    pool: jax.Array  # [num_pages, 2, Hp, P, D]
-    table: jax.Array  # i32[B, R]: one row for each request
-    lengths: jax.Array  # i32[B, K]: entries of each KV head
-    first: np.ndarray  # i32[K]: column of the table where the pages of each head's group begin
-    column: np.ndarray  # i32[K]: each head's column in a page
+log = logging.getLogger("tangram")
 
 
 class Softmax(NamedTuple):
@@ -75,8 +71,51 @@ def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callabl
     return lax.fori_loop(0, steps, body, start)
 
 
+class DecodeAttention:
+    """One query token of each request over its entries and itself, for all layers of one step.
+
+    On a Hopper GPU the ragged decode kernel, its work planned once for all layers; elsewhere, and for what it does not
+    support, XLA operations.
+    """
+
+    def __init__(
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pool: jax.Array,
+        table: jax.Array,
+        rows: jax.Array,
+        lengths: jax.Array,
+        first: np.ndarray,
+        column: np.ndarray,
+    ) -> None:
+        """q_shape (B, K, G, D); table i32[rows, R], rows i32[B], lengths i32[B, L, K], first and column i32[L, K].
+
+        A row number of no row must come with lengths of 0.
+        """
+        self._kernel = None
+        try:
+            self._kernel = gpu_attention.DecodeKernel(
+                q_shape, dtype, pool, table, rows, lengths, first, column
+            )
+            return
+        except NotImplementedError as reason:
+            if jax.default_backend() == "gpu":
+                log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
+        self._pool, self._lengths, self._first, self._column = pool, lengths, first, column
+        self._table = table.at[rows].get(mode="clip")
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """q [B, K, G, D], k and v [B, K, D] of the new tokens (not in the pool yet) -> [B, K, G, D]."""
+        if self._kernel:
+            return self._kernel(layer, q, k, v, scale)
+        lengths = self._lengths[:, layer]
+        pages = LayerPages(self._pool, self._table, lengths, self._first[layer], self._column[layer])
+        return decode_attention(q, k, v, pages, scale)
+
+
 def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
-    """One query token of each request over its entries and itself.
+    """One query token of each request over its entries and itself, as XLA operations.
 
     q [B, K, G, D], k and v [B, K, D] of the new token (not in the pool yet) -> f32[B, K, G, D].
     """
@@ -102,9 +141,11 @@ def chunk_attention(
     q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out f32[T, K, G, D], natural log-sum-exp f32[T, K, G]).
     Rows past the chunk's valid tokens give finite values without meaning.
 
-    Head by head: each walks over as many entries as it holds, and plain matrix products take half the time of batched
-    ones on a CPU.
+    On a GPU cuDNN does it where it can. Elsewhere head by head: each walks over as many entries as it holds, and plain
+    matrix products take half the time of batched ones on a CPU.
     """
+    if gpu_attention.chunk_supported(q, pages.pool):
+        return gpu_attention.chunk_attention(q, k, v, pages, scale)
     tokens, heads, group, head_dim = q.shape
     outs, lses = [], []
     for head in range(heads):

@@ -15,9 +15,10 @@ from jax import lax
 from models.config import ModelConfig
 from models.rope import rope_frequencies
 from models.transformer import forward
-from tangram_jax.attention import LayerPages, chunk_attention, decode_attention
+from tangram_jax.attention import DecodeAttention, chunk_attention
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.compress import Candidates, candidates, keep, read_tail
+from tangram_jax.pages import LayerPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import ScoreInputs, Scorer
 
@@ -57,6 +58,17 @@ def step(
     size = 0 if chunk is None else chunk.tokens.shape[0]
     before = _chunk_state(plan, cache, chunk) if chunk else None
     slots = _decode_state(plan, cache, decode) if decode else None
+    if slots:
+        decode_attention = DecodeAttention(
+            (len(slots.rows), config.num_kv_heads, config.group_size, config.head_dim),
+            params["embed"].dtype,
+            cache.pool,
+            cache.table,
+            slots.rows,
+            slots.lengths[:, plan.group_of],
+            cache.layout.first[plan.group_of],
+            plan.column_of,
+        )
 
     kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
     scores: list[jax.Array] = []  # per layer: [K, C]
@@ -74,8 +86,7 @@ def step(
             with jax.named_scope("score"):
                 scores.append(_score(config, scorer, before, layer, plan, q[:size], k[:size], v[:size], lse))
         if slots:
-            pages = LayerPages(cache.pool, slots.table, slots.lengths[:, group], first, column)
-            out.append(decode_attention(q[size:], k[size:], v[size:], pages, config.attention_scale))
+            out.append(decode_attention(layer, q[size:], k[size:], v[size:], config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 

@@ -1,0 +1,125 @@
+"""Attention of one layer on an NVIDIA GPU: our decode kernel, and for chunks a composition around cuDNN.
+
+`attention.py` has the same operations for any backend and decides which one runs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The public jax.nn.dot_product_attention rounds the log-sum-exp to the dtype of the output. In bfloat16 that is an error of
+# up to 3% in the weights of the two parts of a merge, so this calls what lies beneath it.
+from jax._src.cudnn.fused_attention_stablehlo import MaskType
+from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
+
+from pallas_kernels import ragged_decode
+from tangram_jax.pages import NEVER, LayerPages
+
+PART = 8192  # history entries of each head that are gathered at a time
+CUDNN_HEAD_DIMS = (64, 128, 256)
+
+
+def chunk_supported(q: jax.Array, pool: jax.Array) -> bool:
+    """Whether `chunk_attention` here takes queries [T, K, G, D] over this pool."""
+    return (
+        jax.default_backend() == "gpu"
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and pool.dtype == q.dtype
+        and q.shape[-1] in CUDNN_HEAD_DIMS
+    )
+
+
+def chunk_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `attention.chunk_attention`. cuDNN takes ragged history if each KV head is a row of a batch.
+
+    History is gathered in parts, so the memory is bounded; each part is merged by log-sum-exp.
+    """
+    tokens, heads, group, head_dim = q.shape
+    out, lse = cudnn_attention(
+        q.reshape(1, tokens, heads * group, head_dim),
+        k[None],
+        v[None],
+        scale=scale,
+        mask_type=MaskType.CAUSAL,
+        return_residual=True,
+    )
+    start = (
+        out.reshape(tokens, heads, group, head_dim).astype(jnp.float32),
+        lse.reshape(heads, group, tokens).transpose(2, 0, 1),
+    )
+    page_size = pages.pool.shape[3]
+    width = pages.table.shape[1]
+    per_part = min(PART // page_size, width)
+    part = per_part * page_size
+    by_head = q.transpose(1, 0, 2, 3)  # [K, T, G, D]
+    column = pages.column[:, None]
+
+    def body(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at = pages.first[:, None] + i * per_part + np.arange(per_part)
+        numbers = pages.table[0, jnp.minimum(at, width - 1)]
+        keys, values = (
+            pages.pool.at[numbers, kv, column].get(mode="clip").reshape(heads, part, 1, head_dim)
+            for kv in (0, 1)
+        )
+        there = jnp.clip(pages.lengths[0] - i * part, 0, part)  # [K]
+        out, lse = cudnn_attention(
+            by_head,
+            keys,
+            values,
+            q_seqlen=jnp.full(heads, tokens, jnp.int32),
+            kv_seqlen=jnp.maximum(there, 1),
+            scale=scale,
+            mask_type=MaskType.PADDING,
+            return_residual=True,
+        )
+        lse = jnp.where(there[:, None, None] > 0, lse, NEVER)  # [K, G, T]
+        return merge(state, (out.transpose(1, 0, 2, 3).astype(jnp.float32), lse.transpose(2, 0, 1)))
+
+    steps = (pages.lengths.max() + (part - 1)) // part
+    return jax.lax.fori_loop(0, steps, body, start)
+
+
+def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Two (out f32[..., D], natural log-sum-exp f32[...]) of disjoint entries as one."""
+    lse = jnp.logaddexp(a[1], b[1])
+    out = a[0] * jnp.exp(a[1] - lse)[..., None] + b[0] * jnp.exp(b[1] - lse)[..., None]
+    return out, lse
+
+
+class DecodeKernel:
+    """The ragged decode kernel under one plan of the step's work for all layers. Raises NotImplementedError early."""
+
+    def __init__(
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pool: jax.Array,
+        table: jax.Array,
+        rows: jax.Array,
+        lengths: jax.Array,
+        first: np.ndarray,
+        column: np.ndarray,
+    ) -> None:
+        """q_shape (B, K, G, D); table i32[rows, R], rows i32[B], lengths i32[B, L, K], first and column i32[L, K]."""
+        ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
+        self._pool = pool
+        self._plan = ragged_decode.plan_decode(
+            lengths.reshape(lengths.shape[0], -1),
+            table,
+            first.reshape(-1),
+            column.reshape(-1),
+            page_size=pool.shape[3],
+            num_layers=first.shape[0],
+            rows=jnp.minimum(rows, table.shape[0] - 1),
+        )
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """See `attention.decode_attention`."""
+        out, _ = ragged_decode.ragged_decode(
+            q, self._pool, self._plan.layer(layer), scale=scale, k_new=k, v_new=v, out_dtype=q.dtype
+        )
+        return out

@@ -1,0 +1,18 @@
+"""What attention needs to know of one layer's entries in the pool."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+NEVER = -1e30  # a score that no softmax notices; finite, so that differences of two are not NaN
+
+
+class LayerPages(NamedTuple):
+    """Where one layer's entries are."""
+
+    pool: jax.Array  # [num_pages, 2, Hp, P, D]
+    table: jax.Array  # i32[B, R]: one row for each request
+    lengths: jax.Array  # i32[B, K]: entries of each KV head
+    first: np.ndarray  # i32[K]: column of the table where the pages of each head's group begin
+    column: np.ndarray  # i32[K]: each head's column in a page
