@@ -1,0 +1,165 @@
+"""Time of a whole decode step against the bytes it must read: Llama-3.1-8B's shape, random weights, one large pool.
+
+  python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
+  python -m benchmarks.decode_step --layers 4      a quick look
+
+The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
+roof is a large reduction measured in the same run. The pool is donated and never copied: its temporary memory is printed.
+Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clustered by layer.
+"""
+
+import argparse
+import json
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tangram_jax as tj
+from models.config import ModelConfig
+from models.params import ParamSpec, map_specs, param_specs
+
+LLAMA_8B = ModelConfig(
+    name="llama-3.1-8b",
+    vocab_size=128_256,
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131_072,
+    rope_theta=500_000.0,
+)
+CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
+
+
+def random_weights(config: ModelConfig) -> Any:
+    """bfloat16 weights, made on the device."""
+    keys = iter(jax.random.split(jax.random.key(0), 16 * config.num_layers + 16))
+
+    def draw(spec: ParamSpec) -> jax.Array:
+        return jax.jit(lambda key: jax.random.normal(key, spec.shape, jnp.bfloat16) * 0.02)(next(keys))
+
+    return map_specs(draw, param_specs(config))
+
+
+def read_roof() -> float:
+    """Bytes per second of a large reduction."""
+    x = jnp.ones((1 << 31,), jnp.bfloat16)
+    reduce = jax.jit(lambda x: x.astype(jnp.float32).sum())
+    reduce(x).block_until_ready()
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        reduce(x).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return x.nbytes / float(np.median(times))
+
+
+def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
+    if retention == 1.0:
+        return tj.BudgetProfile.uniform(config.num_layers, config.num_kv_heads, 1.0)
+    shape = (1, config.num_layers, config.num_kv_heads)
+    ratios = np.random.default_rng(0).lognormal(np.log(retention), 0.8, shape).clip(0.01, 1)
+    return tj.BudgetProfile.from_ratios(
+        ratios.astype(np.float32), retention=retention, alpha=0.0
+    ).normalized()
+
+
+def measure(
+    params: Any, config: ModelConfig, batch: int, tokens: int, retention: float, args: Any, roof: float
+) -> dict:
+    plan = tj.CachePlan.build(ragged(config, retention), 4, args.page_size)
+    needed = batch * plan.pages(tokens, 64)
+    page_bytes = plan.page_bytes(config.head_dim, 2)
+    num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
+    cache = tj.init_cache(
+        plan,
+        config,
+        num_pages=num_pages,
+        max_requests=batch,
+        max_tokens=tokens + 64,
+        max_tail=64,
+        dtype=jnp.bfloat16,
+    )
+    for row in range(batch):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
+    cache = cache.replace(tokens=jnp.full(batch, tokens, jnp.int32))
+    rows = np.arange(batch, dtype=np.int32)
+
+    @partial(jax.jit, donate_argnums=1)
+    def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
+        logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.asarray(rows), tokens=first)
+        return jnp.argmax(logits, -1).astype(jnp.int32), cache
+
+    chosen = jnp.asarray(rows + 10)
+    began = time.perf_counter()
+    program = steps.lower(params, cache, chosen).compile()
+    compiled = time.perf_counter() - began
+    for _ in range(3):
+        chosen, cache = program(params, cache, chosen)
+    chosen.block_until_ready()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(10):
+            chosen, cache = program(params, cache, chosen)
+        chosen.block_until_ready()
+        times.append((time.perf_counter() - began) / 10)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
+    kv = batch * plan.entries(tokens) * 2 * config.head_dim * 2
+    floor = (weights + kv) / roof
+    took = float(np.median(times))
+    return {
+        "batch": batch,
+        "tokens": tokens,
+        "retention": retention,
+        "ms": round(took * 1e3, 3),
+        "floor_ms": round(floor * 1e3, 3),
+        "ratio": round(took / floor, 3),
+        "pool_gib": round(num_pages * page_bytes / 2**30, 1),
+        "temp_gib": round(program.memory_analysis().temp_size_in_bytes / 2**30, 2),
+        "compile_s": round(compiled, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--pool-gib", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument("--out", help="write the rows to this JSON file")
+    args = parser.parse_args()
+    config = LLAMA_8B.replace(num_layers=args.layers)
+    roof = read_roof()
+    print(
+        f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {args.layers} layers", flush=True
+    )
+    params = random_weights(config)
+    rows = []
+    for index in args.cases:
+        for retention in (1.0, 0.25):
+            batch, tokens = CASES[index]
+            try:
+                rows.append(measure(params, config, batch, tokens, retention, args, roof))
+            except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
+                rows.append(
+                    {"batch": batch, "tokens": tokens, "retention": retention, "error": str(error)[:300]}
+                )
+            print(rows[-1], flush=True)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(
+                {"device": jax.devices()[0].device_kind, "roof_TBps": roof / 1e12, "rows": rows},
+                file,
+                indent=1,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""On a Hopper GPU: the step with our kernel and cuDNN against the same step in XLA operations, and against dense float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from models.attention import dense_attend
+from models.testing import random_params, tiny_config
+from models.transformer import forward
+from pallas_kernels import ragged_decode
+from tangram_jax import gpu_attention
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
+SNAPKV = tj.get_scorer("snapkv")
+ROW = np.int32(1)
+
+
+def functions():
+    """Fresh jits: the dispatch is decided while tracing."""
+    prefill = jax.jit(
+        tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer", donate_argnames="cache"
+    )
+    return prefill, jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnames="cache")
+
+
+def run_prompt(prefill, params, plan, cache, tokens, size):
+    logits = None
+    for start in range(0, len(tokens), size):
+        part = tokens[start : start + size]
+        padded = np.pad(part, (0, size - len(part)))
+        logits, cache = prefill(
+            params, CONFIG, plan, cache, scorer=SNAPKV, row=ROW, tokens=padded, count=np.int32(len(part))
+        )
+    return logits, cache
+
+
+def new_cache(plan, tail: int) -> tj.Cache:
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+    )
+    return tj.reserve(plan, cache, ROW, np.int32(1024), np.int32(tail))
+
+
+def relative(got, want) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_full_retention_is_dense_attention(cluster, page_size):
+    tokens = np.random.default_rng(0).integers(8, CONFIG.vocab_size, 530).astype(np.int32)
+    exact = random_params(CONFIG, 0)
+    want, _ = jax.jit(lambda p, t: forward(p, CONFIG, t, jnp.arange(530), dense_attend(jnp.arange(530)), ()))(
+        exact, tokens
+    )
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 1.0), 2, page_size, cluster)
+    prefill, decode = functions()
+    logits, cache = run_prompt(prefill, params, plan, new_cache(plan, 64), tokens[:512], 128)
+    errors = [relative(logits, want[511])]
+    for i in range(512, 530):
+        out, cache = decode(
+            params,
+            CONFIG,
+            plan,
+            cache,
+            rows=np.array([9, 1], np.int32),
+            tokens=np.array([0, tokens[i]], np.int32),
+        )
+        errors.append(relative(out[1], want[i]))
+    assert max(errors) < 0.05, errors
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
+    budgets = np.random.default_rng(1).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32)
+    profile = tj.BudgetProfile.from_ratios(budgets, retention=0.5, alpha=0.0)
+    plan = tj.CachePlan.build(profile, 2, 16, cluster, min_entries=64)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
+    tokens = np.random.default_rng(2).integers(8, CONFIG.vocab_size, 900).astype(np.int32)
+    prefill, decode = functions()
+    _, cache = run_prompt(prefill, params, plan, new_cache(plan, 64), tokens[:768], 256)
+    other = jax.tree.map(jnp.copy, cache)
+    rows, next_token = np.array([1, 9, 9, 9], np.int32), np.array([50, 0, 0, 0], np.int32)
+
+    def rest(cache):
+        prefill, decode = functions()
+        logits, _ = run_prompt(prefill, params, plan, jax.tree.map(jnp.copy, cache), tokens[768:], 256)
+        out, cache = decode(params, CONFIG, plan, cache, rows=rows, tokens=next_token)
+        again, _ = decode(params, CONFIG, plan, cache, rows=rows, tokens=next_token)
+        return logits, out[0], again[0]
+
+    fast = rest(cache)
+    monkeypatch.setattr(gpu_attention, "chunk_supported", lambda *_: False)
+
+    def refuse(*_, **__):
+        raise NotImplementedError("for this test")
+
+    monkeypatch.setattr(ragged_decode, "check_supported", refuse)
+    slow = rest(other)
+    for got, want in zip(fast, slow, strict=True):
+        assert relative(got, want) < 0.03
