@@ -19,7 +19,10 @@ def baseline_us(x: Any, busy_us: Callable[..., float]) -> dict[str, float]:
     result = {"XLA gather": busy_us(_gather(x), _flat(x))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result["Pallas-Triton"] = busy_us(_triton(x), _flat(x))
+        try:
+            result["Pallas-Triton"] = busy_us(_triton(x), _flat(x))
+        except Exception as error:  # deprecated upstream: report, and go on without it
+            print(f"Pallas-Triton: {error}")
     if (x.lengths == x.lengths[0, 0]).all():
         torch_us = _torch(x)
         if torch_us is not None:

@@ -63,9 +63,10 @@ class Config:
 
 
 class _Refs(NamedTuple):
-    share: Any  # i32[W, SHARE_COLUMNS]
-    item: Any  # i32[items + 1, ITEM_COLUMNS]
-    sync: Any  # i32[W, SYNC_STRIDE]
+    layer: Any  # i32[1]
+    share: Any  # i32[L, W, SHARE_COLUMNS]
+    item: Any  # i32[L, items + 1, ITEM_COLUMNS]
+    sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
     q: Any  # [items, G, D]
     pool: Any  # [num_pages, 2, Hp, P, D]
@@ -84,7 +85,7 @@ class _Refs(NamedTuple):
 
 
 def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
-    inputs, rest = list(refs[:6]), list(refs[6:])
+    inputs, rest = list(refs[:7]), list(refs[7:])
     inputs.append(rest.pop(0) if cfg.has_sinks else None)
     inputs += [rest.pop(0), rest.pop(0)] if cfg.has_new else [None, None]
     gmem = _Refs(*inputs, *rest)
@@ -124,12 +125,12 @@ class _Item(NamedTuple):
 
 def _load(cfg: Config, refs: _Refs) -> None:
     """The loading warpgroup: the pages of the share, tile by tile."""
-    cta = lax.axis_index("cta")
+    cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
-        refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
+        refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
     )
     columns = (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER, P.OFFSET, P.COLUMN)
-    begin, stop, length, number, offset, column = (refs.share[cta, column] for column in columns)
+    begin, stop, length, number, offset, column = (refs.share[layer, cta, column] for column in columns)
     slots, most = i32(cfg.slots), refs.table.shape[0] - 1
 
     def page_numbers(offset: Any, entry: Any, limit: Any) -> tuple[Any, ...]:
@@ -145,7 +146,7 @@ def _load(cfg: Config, refs: _Refs) -> None:
         def one_item(j: Any, carry: Any) -> Any:
             done, item, offset, column, ids = carry
             before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
-            begin, length, next_offset, next_column, number = (refs.item[before, x] for x in range(5))
+            begin, length, next_offset, next_column, number = (refs.item[layer, before, x] for x in range(5))
             base, limit, tiles = item.piece(cfg, start, end)
             next_item = _Item(begin, item.begin, length, number)
             next_base, next_limit, _ = next_item.piece(cfg, start, end)
@@ -174,7 +175,7 @@ def _load(cfg: Config, refs: _Refs) -> None:
             return done + tiles, next_item, next_offset, next_column, ids
 
         if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
-            ids = tuple(refs.share[cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
+            ids = tuple(refs.share[layer, cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
         else:
             ids = page_numbers(offset, base, limit)
         init = (i32(0), item, offset, column, ids)
@@ -194,15 +195,15 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _compute(cfg: Config, refs: _Refs) -> None:
     """The computing warpgroup: items without entries, then the share from its back."""
-    cta = lax.axis_index("cta")
+    cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
-        refs.share[cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
+        refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
     )
     begin, stop, length, number = (
-        refs.share[cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER)
+        refs.share[layer, cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER)
     )
     hand_to, first_share, num_empty = (
-        refs.share[cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY)
+        refs.share[layer, cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY)
     )
     tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
     slots = i32(cfg.slots)
@@ -215,7 +216,7 @@ def _compute(cfg: Config, refs: _Refs) -> None:
         )
 
     def empty(n: Any, _: Any) -> Any:
-        number = refs.item[cta + n * cfg.num_shares, P.ITEM_EMPTY]
+        number = refs.item[layer, cta + n * cfg.num_shares, P.ITEM_EMPTY]
         q = _read_queries(cfg, refs, number) if cfg.has_new else None
         acc, m, norm = nothing()
         _finish(cfg, refs, number, q, acc, m, norm, new=_read_new(cfg, refs, number))
@@ -230,7 +231,7 @@ def _compute(cfg: Config, refs: _Refs) -> None:
             done, item, q = carry
             before = jnp.maximum(last - j - 1, 0)
             begin, length, number = (
-                refs.item[before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
+                refs.item[layer, before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
             )
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
@@ -310,13 +311,13 @@ def _fused(
     has_head: Any, has_tail: Any, hand_to: Any, first_share: Any,
 ) -> None:  # fmt: skip
     """Hands a piece over, or folds in the pieces that other CTAs left and writes the item's result."""
-    cta, unroll = lax.axis_index("cta"), cfg.tuning.merge_unroll
+    cta, layer, unroll = lax.axis_index("cta"), refs.layer[0], cfg.tuning.merge_unroll
     shape = (cfg.head_dim, cfg.queries)
 
     @pl.when(jnp.logical_not(has_tail))
     def _() -> None:
         _leave_piece(refs, cta, acc, m, norm)
-        device_ops.signal(refs.sync.at[hand_to, 0])
+        device_ops.signal(refs.sync.at[layer, hand_to, 0])
 
     @pl.when(has_tail)
     def _() -> None:
@@ -324,7 +325,7 @@ def _fused(
 
         @pl.when(others > 0)
         def _() -> None:
-            device_ops.wait_and_clear(refs.sync.at[cta, 0], others)
+            device_ops.wait_and_clear(refs.sync.at[layer, cta, 0], others)
 
         def some(r: Any, carry: Any) -> Any:  # several at a time, so that their reads overlap
             acc, m, norm = carry

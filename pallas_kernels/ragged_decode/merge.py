@@ -43,13 +43,13 @@ def merge_pieces(
       q, k_new, v_new: [items, G or more, D], [items, D], [items, D]. sinks: [K, G].
     """
     items, group, _ = out.shape
-    share = plan.shares
+    share, rows = plan.of_layer("shares"), plan.of_layer("items")
     held = share[:, END] > share[:, START]
-    first_begin = plan.items[share[:, FIRST_ITEM], ITEM_BEGIN]
-    first_stop = plan.items[share[:, FIRST_ITEM] + 1, ITEM_BEGIN]
+    first_begin = rows[share[:, FIRST_ITEM], ITEM_BEGIN]
+    first_stop = rows[share[:, FIRST_ITEM] + 1, ITEM_BEGIN]
     handed = held & (share[:, END] < share[:, STOP])
     kept = held & (share[:, START] > first_begin) & (share[:, END] >= first_stop)
-    item = jnp.stack([share[:, NUMBER], plan.items[share[:, FIRST_ITEM], ITEM_NUMBER]], axis=1).reshape(-1)
+    item = jnp.stack([share[:, NUMBER], rows[share[:, FIRST_ITEM], ITEM_NUMBER]], axis=1).reshape(-1)
     valid = jnp.stack([handed, kept], axis=1).reshape(-1)
     item = jnp.where(valid, item, items)  # the others go to a segment that is dropped
     part = jnp.where(valid[:, None, None], part, 0.0)
@@ -69,8 +69,8 @@ def merge_pieces(
         logit = jnp.tile(logit, (items // sinks.shape[0], 1))
         numerator, top, denominator = _fold(numerator, top, denominator, logit, 0.0)
     if k_new is not None and v_new is not None:
-        rows = q[:, :group].astype(jnp.float32)
-        logit = jnp.einsum("igd,id->ig", rows, k_new.astype(jnp.float32), precision="highest") * scale
+        vectors = q[:, :group].astype(jnp.float32)
+        logit = jnp.einsum("igd,id->ig", vectors, k_new.astype(jnp.float32), precision="highest") * scale
         if soft_cap is not None:
             logit = soft_cap * jnp.tanh(logit / soft_cap)
         logit = jnp.pad(logit * LOG2E, ((0, 0), (0, queries - group)))

@@ -56,7 +56,8 @@ def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tun
     rows = q.reshape(items, group, head_dim)
     if interpret is not None:  # its reader of queries takes whole tiles
         rows = jnp.pad(rows, ((0, 0), (0, short), (0, 0)))
-    operands = [plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
+    layer = plan.layer_number.reshape(1)
+    operands = [layer, plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
     if sinks is not None:
         padded = jnp.pad(sinks.astype(f32) * LOG2E, ((0, 0), (0, short)))
         operands.append(padded)

@@ -25,7 +25,7 @@ def ragged_decode_reference(
     """
     batch, kv_heads, _, head_dim = q.shape
     page = pool.shape[3]
-    heads = plan.heads.reshape(batch, kv_heads, -1)
+    heads = plan.of_layer("heads").reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
     flat = plan.table.reshape(-1)
     entries = plan.table.shape[-1] * page if max_length is None else max_length

@@ -104,6 +104,30 @@ def test_pool_beyond_2_to_31_elements():
     assert relative_error(out, want) < 4e-3
 
 
+def test_each_layer_reads_its_own_plan():
+    """The layers of one step have different lengths and places; all go through one kernel."""
+    cases = [make_case(np.asarray(SKEWED) // (n + 1), page_size=64, seed=n) for n in range(3)]
+    most = max(case.table.shape[1] for case in cases)
+    pages, tables, first = 0, [], []
+    for n, case in enumerate(cases):  # one pool and one table for the three
+        tables.append(np.pad(np.asarray(case.table) + pages, ((0, 0), (0, most - case.table.shape[1]))))
+        first.append(case.first + n * most)
+        pages += case.pool.shape[0]
+    pool = jnp.concatenate([case.pool for case in cases])
+    table = jnp.asarray(np.concatenate(tables, axis=1))
+    column = np.concatenate([case.column for case in cases])
+
+    @jax.jit
+    def step(q, pool, table, lengths):
+        plan = rd.plan_decode(lengths, table, np.concatenate(first), column, page_size=64, num_layers=3)
+        return [rd.ragged_decode(q[n], pool, plan.layer(n), scale=cases[n].scale)[0] for n in range(3)]
+
+    lengths = jnp.concatenate([jnp.asarray(case.lengths) for case in cases], axis=1)
+    for _ in range(2):
+        for case, out in zip(cases, step([case.q for case in cases], pool, table, lengths), strict=True):
+            assert relative_error(out, case.expected()[0]) < 6e-3
+
+
 def test_layers_compile_one_kernel():
     """Byte-identical kernels are compiled once by the runtime: eight layers take about as long as one."""
     import time
