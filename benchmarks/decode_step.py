@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
+from benchmarks.gpu_timing import read_roof
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
 
@@ -45,19 +46,6 @@ def random_weights(config: ModelConfig) -> Any:
         return jax.jit(lambda key: jax.random.normal(key, spec.shape, jnp.bfloat16) * 0.02)(next(keys))
 
     return map_specs(draw, param_specs(config))
-
-
-def read_roof() -> float:
-    """Bytes per second of a large reduction."""
-    x = jnp.ones((1 << 31,), jnp.bfloat16)
-    reduce = jax.jit(lambda x: x.astype(jnp.float32).sum())
-    reduce(x).block_until_ready()
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        reduce(x).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return x.nbytes / float(np.median(times))
 
 
 def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
@@ -136,7 +124,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = LLAMA_8B.replace(num_layers=args.layers)
-    roof = read_roof()
+    roof = read_roof() * 1e9
     print(
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {args.layers} layers", flush=True
     )

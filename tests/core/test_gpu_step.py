@@ -74,7 +74,7 @@ def test_full_retention_is_dense_attention(cluster, page_size):
             tokens=np.array([0, tokens[i]], np.int32),
         )
         errors.append(relative(out[1], want[i]))
-    assert max(errors) < 0.05, errors
+    assert max(errors) < 0.1, errors  # bfloat16 under sharp random attention; a wrong entry or position gives about 1
 
 
 @pytest.mark.parametrize("cluster", ["layer", "model"])
@@ -84,7 +84,7 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
     plan = tj.CachePlan.build(profile, 2, 16, cluster, min_entries=64)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
     tokens = np.random.default_rng(2).integers(8, CONFIG.vocab_size, 900).astype(np.int32)
-    prefill, decode = functions()
+    prefill, _ = functions()
     _, cache = run_prompt(prefill, params, plan, new_cache(plan, 64), tokens[:768], 256)
     other = jax.tree.map(jnp.copy, cache)
     rows, next_token = np.array([1, 9, 9, 9], np.int32), np.array([50, 0, 0, 0], np.int32)
