@@ -135,8 +135,8 @@ class Engine:
         self._sequences.clear()
 
     def _obey(self) -> None:
-        """Run the commands; one that fails leaves those behind it in the queue."""
-        while self._commands:
+        """Run the commands that wait now; one that fails leaves those behind it in the queue."""
+        for _ in range(len(self._commands)):
             self._commands.popleft()()
 
     @property

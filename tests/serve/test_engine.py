@@ -1,0 +1,440 @@
+"""The engine with a real (tiny) model: at full retention it says what dense attention says, whatever else goes on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.testing import reference_decode
+from serve.request import EngineUnavailable, GenerationRequest, RequestRejected, SamplingParams, TokenOutput
+from tests.serve.tiny_engine import (
+    CONFIG,
+    LENGTH,
+    PARAMS,
+    RUNNING,
+    TinyEngine,
+    dense_logits,
+    greedy,
+    log_softmax,
+    tiny_engine,
+    tokens_of,
+)
+
+EOS = CONFIG.eos_token_ids
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+
+
+@pytest.fixture
+def engine():
+    """Full KV, ample pages. At the end it must be idle, hold nothing but stored sessions, and have compiled nothing."""
+    with tiny_engine() as tiny:
+        yield tiny
+        tiny.settle()
+        tiny.forget()
+
+
+def ask_all(tiny: TinyEngine, prompts, **sampling):
+    """Answers of requests that run together."""
+    asked = [tiny.ask(prompt, **sampling) for prompt in prompts]
+    answers = [a.wait()[0] for a in asked]
+    tiny.settle()
+    return answers
+
+
+def penalize(logits, prompt, output):
+    """Repetition over prompt and output, then frequency and presence over the output, as in vLLM."""
+    logits = logits.copy()
+    counts = np.bincount(output, minlength=len(logits)) if output else np.zeros(len(logits))
+    seen = (counts > 0) | np.isin(np.arange(len(logits)), prompt)
+    repetition = PENALTIES["repetition_penalty"]
+    logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
+    return logits - PENALTIES["frequency_penalty"] * counts - PENALTIES["presence_penalty"] * (counts > 0)
+
+
+# Greedy tokens
+
+
+def test_the_reference_is_the_dense_decode():
+    prompt = tokens_of(20)
+    ids, logits = reference_decode(PARAMS, CONFIG, prompt, 12)
+    assert greedy(prompt, 12) == ids
+    np.testing.assert_allclose(dense_logits(prompt)[-1], logits[0], atol=1e-4)
+
+
+def test_concurrent_requests_of_many_lengths(engine):
+    # Shorter and longer than the window (16), than a chunk beside decode (16), than a chunk alone (48).
+    prompts = [tokens_of(n) for n in (5, 1, 40, 16, 17, 130, 48, 97)]
+    answers = ask_all(engine, prompts, max_tokens=50)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == greedy(prompt, 50), len(prompt)
+        assert answer.finish_reason == "length"
+    stats = engine.engine.stats()
+    assert stats.generation_tokens_total == 8 * 50
+    assert stats.preemptions_total == 0
+    assert stats.tail_compressions_total == 8  # after 48 tokens kept whole
+    assert stats.retention_reached == pytest.approx(1.0)
+
+
+def test_up_to_the_last_position(engine):
+    prompt = tokens_of(LENGTH - 10)
+    assert engine.answer(prompt, max_tokens=10).tokens == greedy(prompt, 10)
+    with pytest.raises(RequestRejected, match="exceed the maximum of 256 tokens"):
+        engine.ask(prompt, max_tokens=11)
+
+
+def test_preemption_changes_nothing():
+    """Three requests that each fit, but not together: the latest starts again, more than once."""
+    prompts = [tokens_of(20, seed) for seed in range(4)]
+    with tiny_engine(pages=130, max_tail=16) as tiny:
+        answers = ask_all(tiny, prompts, max_tokens=110)
+        assert tiny.engine.stats().preemptions_total >= 2
+        tiny.forget()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == greedy(prompt, 110)
+
+
+def test_tails_of_eight_tokens():
+    prompts = [tokens_of(n) for n in (3, 60)]
+    with tiny_engine(max_tail=8) as tiny:
+        answers = ask_all(tiny, prompts, max_tokens=40)
+        assert tiny.engine.stats().tail_compressions_total == 2 * 4
+        tiny.forget()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == greedy(prompt, 40)
+
+
+# Sampling
+
+
+def test_choices_are_reproducible_and_independent_of_company(engine):
+    prompt = tokens_of(33)
+    sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 24}
+    company = [engine.ask(tokens_of(n, 5), temperature=1.3, max_tokens=30) for n in (10, 70)]
+    together = [a.tokens for a in engine.ask(prompt, n=3, seed=7, **sampling).wait()]
+    for asked in company:
+        asked.wait()
+    engine.settle()
+    assert len({tuple(tokens) for tokens in together}) == 3
+    for choice in range(3):
+        engine.forget()
+        assert engine.answer(prompt, seed=7 + choice, **sampling).tokens == together[choice]
+    assert engine.answer(prompt, seed=70, **sampling).tokens not in together
+
+
+def test_without_a_seed_answers_differ(engine):
+    texts = {tuple(engine.answer(tokens_of(9), temperature=2.0, max_tokens=12).tokens) for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_more_choices_than_rows(engine):
+    answers = engine.ask(tokens_of(20), n=2 * RUNNING + 1, max_tokens=5).wait()
+    engine.settle()
+    assert {tuple(a.tokens) for a in answers} == {tuple(greedy(tokens_of(20), 5))}
+
+
+def test_logprobs_are_those_of_the_raw_logits(engine):
+    prompt = tokens_of(21)
+    other = engine.ask(tokens_of(50), max_tokens=30)  # asks for none
+    answer = engine.ask(prompt, logprobs=5, max_tokens=12, **PENALTIES).wait()[0]
+    chosen_only = engine.ask(prompt, logprobs=0, max_tokens=3).wait()[0]
+    other = other.wait()[0]
+    engine.settle()
+    assert answer.tokens == greedy(prompt, 12, penalize=penalize)
+    want = log_softmax(dense_logits(prompt + answer.tokens))[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(answer.logprobs, want[np.arange(12), answer.tokens], atol=1e-3)
+    for row, output in zip(want, answer.outputs, strict=True):
+        ids, values = zip(*output.top_logprobs, strict=True)
+        assert list(ids) == np.argsort(-row, kind="stable")[:5].tolist()
+        np.testing.assert_allclose(values, row[list(ids)], atol=1e-3)
+    assert [o.top_logprobs for o in chosen_only.outputs] == [[]] * 3
+    np.testing.assert_allclose(chosen_only.logprobs[0], want[0][chosen_only.tokens[0]], atol=1e-3)
+    assert other.logprobs == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 100])
+def test_prompt_logprobs(engine, length):
+    prompt = tokens_of(length)
+    engine.answer(prompt, max_tokens=2)  # stored, but no help: every position must run
+    answer = engine.answer(prompt, prompt_logprobs=3, max_tokens=4)
+    assert answer.tokens == greedy(prompt, 4)
+    assert answer.cached == 0
+    scores = answer.outputs[0].prompt_logprobs
+    assert len(scores) == length
+    assert scores[0] is None
+    want = log_softmax(dense_logits(prompt))
+    for i, score in enumerate(scores[1:]):
+        assert score.logprob == pytest.approx(want[i, prompt[i + 1]], abs=1e-3)
+        ids, values = zip(*score.top_logprobs, strict=True)
+        np.testing.assert_allclose(values, np.sort(want[i])[::-1][:3], atol=1e-3)
+        np.testing.assert_allclose(values, want[i][list(ids)], atol=1e-3)
+    assert all(o.prompt_logprobs is None for o in answer.outputs[1:])
+
+
+def test_prompt_logprobs_beside_a_stream(engine):
+    stream = engine.ask(tokens_of(10), max_tokens=60)
+    stream.wait_for_tokens(3)
+    scored = engine.ask(tokens_of(100), prompt_logprobs=0, max_tokens=2, n=2).wait()
+    assert stream.wait()[0].tokens == greedy(tokens_of(10), 60)
+    engine.settle()
+    want = log_softmax(dense_logits(tokens_of(100)))[np.arange(99), tokens_of(100)[1:]]
+    np.testing.assert_allclose([s.logprob for s in scored[0].outputs[0].prompt_logprobs[1:]], want, atol=1e-3)
+    assert scored[1].outputs[0].prompt_logprobs is None
+
+
+def test_stop_tokens_end_a_choice(engine):
+    prompt = tokens_of(30)
+    free = greedy(prompt, 20)
+    at = next(i for i in range(6, 20) if free[i] not in free[:i])
+    stopped = engine.answer(prompt, stop_token_ids=(free[at],), max_tokens=20)
+    assert stopped.tokens == free[: at + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_min_tokens_bans_stop_tokens_until_then(engine):
+    prompt = tokens_of(30)
+    free = greedy(prompt, 20)
+    stop = free[0]
+    assert engine.answer(prompt, stop_token_ids=(stop,), max_tokens=20).tokens == [stop]
+    want = greedy(prompt, 30, banned=(stop,), banned_until=5)
+    end = next((i + 1 for i, token in enumerate(want) if token == stop), 30)
+    answer = engine.answer(prompt, stop_token_ids=(stop,), min_tokens=5, max_tokens=30)
+    assert answer.tokens == want[:end]
+    assert end > 5
+    assert answer.finish_reason == ("stop" if end < 30 else "length")
+
+
+def test_eos_ends_unless_ignored(engine):
+    """The random model would sample an EOS sooner or later; seeds of which one does are looked for."""
+    prompt, sampling = tokens_of(12), {"temperature": 3.0, "max_tokens": 60}
+    for seed in range(40):
+        free = engine.answer(prompt, seed=seed, **sampling).tokens
+        at = next((i for i, token in enumerate(free) if token in EOS), None)
+        if at is not None:
+            break
+    assert at is not None
+    assert len(free) == 60
+    ended = engine.answer(prompt, seed=seed, ignore_eos=False, **sampling)
+    assert (ended.tokens, ended.finish_reason) == (free[: at + 1], "stop")
+    later = engine.answer(prompt, seed=seed, ignore_eos=False, min_tokens=at + 3, **sampling)
+    assert not set(later.tokens[: at + 3]) & set(EOS)
+
+
+def test_penalties_survive_preemption():
+    prompts = [tokens_of(20, seed) for seed in range(4)]
+    want = [greedy(prompt, 90, penalize=penalize) for prompt in prompts[:2]]
+    assert want[0] != greedy(prompts[0], 90)
+    with tiny_engine() as ample:
+        whole = [a.tokens for a in ask_all(ample, prompts, max_tokens=90, **PENALTIES)]
+        assert whole[:2] == want
+    with tiny_engine(pages=130, max_tail=16) as small:
+        pieces = [a.tokens for a in ask_all(small, prompts, max_tokens=90, **PENALTIES)]
+        assert small.engine.stats().preemptions_total >= 1
+        small.forget()
+    assert pieces == whole
+
+
+# Conversations
+
+
+def test_a_conversation_goes_on_where_it_ended(engine):
+    text = tokens_of(40)
+    for turn in range(4):
+        answer = engine.answer(text, max_tokens=12)
+        assert answer.tokens == greedy(text, 12)
+        assert answer.cached == (0 if turn == 0 else len(text) - 9 - 1)  # the last token was never fed
+        text = text + answer.tokens + tokens_of(9, turn)
+    stats = engine.engine.stats()
+    assert stats.stored_sessions == 1
+    asked = [40 + 21 * turn for turn in range(4)]
+    assert stats.prefix_query_tokens_total == sum(asked)
+    assert stats.prefix_hit_tokens_total == sum(n - 10 for n in asked[1:])
+    # What is prefilled again: the new tokens, and of what is stored as much as a window of queries lacks.
+    assert stats.prompt_tokens_total <= 40 + 3 * (10 + 16) + 4 * 16
+
+
+def test_regenerate_and_edit(engine):
+    prompt = tokens_of(60)
+    first = engine.answer(prompt, max_tokens=20)
+    again = engine.answer(prompt, max_tokens=20)
+    assert (again.tokens, again.cached) == (first.tokens, 59)
+    edited = [*prompt, *first.tokens[:7], *tokens_of(5)]  # a turn that cuts the answer short
+    branch = engine.answer(edited, max_tokens=20)
+    assert (branch.tokens, branch.cached) == (greedy(edited, 20), 67)
+    other = [*prompt[:30], *tokens_of(31, 9)]  # differs in what was compressed: from scratch
+    assert (engine.answer(other, max_tokens=5).tokens, engine.stored) == (greedy(other, 5), 2)
+
+
+def test_choices_stored_side_by_side_are_each_continued(engine):
+    prompt = tokens_of(50)
+    answers = engine.ask(prompt, n=3, seed=1, temperature=1.0, max_tokens=10).wait()
+    engine.settle()
+    assert engine.stored == 3
+    for answer in answers:
+        text = [*prompt, *answer.tokens, *tokens_of(4)]
+        turn = engine.answer(text, max_tokens=10)
+        assert (turn.tokens, turn.cached) == (greedy(text, 10), 59)
+
+
+def test_stored_sessions_make_room():
+    with tiny_engine(pages=110) as tiny:
+        for seed in range(5):
+            prompt = tokens_of(100, seed)  # 13 pages in each of 4 groups: two fit
+            assert tiny.answer(prompt, max_tokens=4).tokens == greedy(prompt, 4)
+        assert tiny.stored == 2
+        tiny.forget()
+
+
+# Ends before the end
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_abort_frees_every_page(engine, after):
+    doomed = [engine.ask(tokens_of(90, seed), n=2, max_tokens=150) for seed in range(3)]
+    stays = engine.ask(tokens_of(30), max_tokens=40)
+    if after:
+        doomed[0].wait_for_tokens(after)
+    for asked in doomed:
+        asked.abort()
+    assert stays.wait()[0].tokens == greedy(tokens_of(30), 40)
+    engine.settle()
+    assert engine.stored == 1
+    assert engine.engine.stats().pages_used == engine.plan.pages(30, 39)
+
+
+def test_abort_of_one_choice(engine):
+    asked = engine.ask(tokens_of(40), n=3, max_tokens=60)
+    asked.wait_for_tokens(4, choice=1)
+    asked.abort(1)
+    want = greedy(tokens_of(40), 60)
+    asked.until(lambda: asked.answers[0].finish_reason and asked.answers[2].finish_reason, 60)
+    engine.settle()
+    assert asked.answers[0].tokens == asked.answers[2].tokens == want
+    cut = asked.answers[1].tokens
+    assert 4 <= len(cut) < 60
+    assert cut == want[: len(cut)]
+
+
+def test_unknown_and_finished_ids_are_ignored(engine):
+    asked = engine.ask(tokens_of(5), max_tokens=2)
+    asked.wait()
+    asked.abort()
+    asked.abort(7)
+    engine.engine.abort("nobody")
+    assert engine.answer(tokens_of(5), max_tokens=2).tokens == asked.answers[0].tokens
+
+
+@pytest.mark.parametrize("failing", ["_step", "_sample"])
+def test_a_device_failure_ends_what_runs_and_nothing_else(engine, monkeypatch, caplog, failing):
+    runner, calls = engine.runner, []
+    whole = getattr(runner, failing)
+
+    def fail_once(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 12:
+            raise RuntimeError("out of memory on the device")
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(runner, failing, fail_once)
+    engine.answer(tokens_of(10), max_tokens=3)
+    asked = [engine.ask(tokens_of(30, seed), max_tokens=100) for seed in range(RUNNING + 1)]
+    for a in asked:
+        last = a.wait()[0].outputs[-1]
+        assert last.finish_reason == "error"
+        assert last.error == "the engine failed while running this request: RuntimeError"
+    engine.settle()
+    assert engine.engine.stats().pages_used == 0
+    assert "out of memory on the device" in caplog.text
+    assert engine.engine.ready
+    assert engine.answer(tokens_of(30), max_tokens=20).tokens == greedy(tokens_of(30), 20)
+
+
+def test_a_receiver_that_fails_does_not_disturb_the_others(engine, caplog):
+    def fail(output):
+        raise ConnectionError("gone")
+
+    sampling = SamplingParams(max_tokens=10, temperature=0.0)
+    bad = GenerationRequest(request_id="bad", prompt_ids=tokens_of(20), sampling=sampling)
+    engine.engine.submit(bad, fail)
+    assert engine.answer(tokens_of(21), max_tokens=10).tokens == greedy(tokens_of(21), 10)
+    assert "The receiver of request bad failed" in caplog.text
+
+
+def test_an_id_in_use_is_an_error_of_the_second(engine):
+    first = engine.ask(tokens_of(20), max_tokens=50)
+    outputs: list[TokenOutput] = []
+    engine.engine.submit(first.request, outputs.append)
+    assert first.wait()[0].tokens == greedy(tokens_of(20), 50)
+    assert [(o.finish_reason, o.error) for o in outputs] == [
+        ("error", f"request id {first.request.request_id} is in use")
+    ]
+
+
+def test_stop_ends_everything_and_refuses_more():
+    with tiny_engine() as tiny:
+        asked = [tiny.ask(tokens_of(20, seed), max_tokens=200) for seed in range(6)]
+        asked[0].wait_for_tokens(2)
+        tiny.engine.stop()
+        for a in asked:
+            assert a.wait()[0].finish_reason == "abort"
+        with pytest.raises(EngineUnavailable):
+            tiny.ask(tokens_of(3))
+
+
+def test_a_compilation_would_be_counted(engine):
+    """The zero that every other test sees is not the zero of a broken counter."""
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(7)).block_until_ready()  # on another thread: not the engine's
+    engine.settle()
+    engine.engine._tell(lambda: jax.jit(lambda x: x * 5 + 2)(jnp.ones(7)))
+    engine.answer(tokens_of(3), settle=False)
+    assert engine.engine.stats().compilations_after_warmup >= 1
+    engine.runner.compilations = 0
+
+
+# Compressed
+
+
+def test_ragged_budgets_hold_what_the_plan_says():
+    with tiny_engine("ragged") as tiny:
+        plan, prompts = tiny.plan, [tokens_of(n) for n in (150, 40, 3, 97)]
+        assert len(set(plan.group_budgets.tolist())) == plan.num_groups
+        for prompt in prompts:
+            tiny.forget()
+            assert len(tiny.answer(prompt, max_tokens=30).tokens) == 30
+            assert tiny.engine.stats().pages_used == plan.pages(len(prompt), 29)
+            held = plan.entries(len(prompt)) + 29 * plan.group_of.size
+            full = (len(prompt) + 29) * plan.group_of.size
+            assert tiny.engine.stats().retention_reached == pytest.approx(held / full)
+        tiny.forget()
+        # In company, past the longest tail, with choices; then the next turn compresses the tail.
+        asked = [tiny.ask(prompt, n=2, max_tokens=90) for prompt in prompts]
+        answers = [a.wait()[0] for a in asked]
+        assert all(len(a.tokens) == 90 for a in answers)
+        tiny.settle()
+        assert tiny.engine.stats().tail_compressions_total == 8
+        last = [*prompts[3], *answers[3].tokens, *tokens_of(5)]
+        turn = tiny.answer(last, max_tokens=1)
+        assert turn.cached == len(last) - 6
+        rows = [s.state for s in tiny.engine._scheduler.sessions if s.state.cached == len(last)]
+        assert [(row.compressed, row.tail) for row in rows] == [(len(last), 0)]
+        np.testing.assert_array_equal(rows[0].holding.owned, plan.group_pages(len(last)))
+        cache = tiny.runner.cache
+        assert (int(cache.tokens[rows[0].row]), int(cache.tail[rows[0].row])) == (len(last), 0)
+        assert int(cache.num_free) == cache.num_pages - tiny.engine.stats().pages_used
+        tiny.forget()
+
+
+def test_short_prompts_are_exact_under_ragged_budgets():
+    """The first chunk attends to all of itself: its first token is dense, whatever is kept of it."""
+    with tiny_engine("ragged") as tiny:
+        for length in (1, 20, 48):
+            assert tiny.answer(tokens_of(length), max_tokens=1).tokens == greedy(tokens_of(length), 1)
+        tiny.forget()
+
+
+def test_ragged_preemption_completes_and_frees():
+    with tiny_engine("ragged", pages=110, max_tail=16) as tiny:
+        prompts = [tokens_of(40, seed) for seed in range(6)]
+        answers = ask_all(tiny, prompts, max_tokens=100)
+        assert all(len(a.tokens) == 100 for a in answers)
+        assert tiny.engine.stats().preemptions_total >= 1
+        tiny.forget()

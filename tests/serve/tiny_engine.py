@@ -1,0 +1,245 @@
+"""A real engine over a tiny model, and a dense reference for what it says. Programs are compiled once per process."""
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tangram_jax as tj
+from models.attention import dense_attend
+from models.testing import random_params, tiny_config
+from models.transformer import forward
+from serve.engine import Engine
+from serve.request import GenerationRequest, SamplingParams, TokenOutput
+from serve.runner import Buckets, Runner
+from serve.scheduler import Limits
+
+CONFIG = tiny_config(num_layers=2)
+PARAMS = random_params(CONFIG, 0)
+LENGTH = 256  # tokens of a row at most
+RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
+BUCKETS = Buckets(mixed_chunks=(16,), largest_chunk=48, batches=(RUNNING,), prompt_logprobs=32)
+BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
+
+
+@cache
+def tiny_runner(kind: str) -> Runner:
+    """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model."""
+    if kind == "full":
+        profile = tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 1.0)
+    else:
+        profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
+    plan = tj.CachePlan.build(
+        profile, heads_per_page=2, page_size=8, cluster="model", window=16, min_entries=0
+    )
+    return Runner(
+        PARAMS,
+        CONFIG,
+        plan,
+        tj.get_scorer("snapkv"),
+        BUCKETS,
+        num_pages=PAGES,
+        num_rows=RUNNING + STORED,
+        max_model_len=LENGTH,
+        max_tail=MAX_TAIL,
+    )
+
+
+@dataclass
+class Answer:
+    """What came back for one choice."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [o.token_id for o in self.outputs if o.token_id is not None]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [o.logprob for o in self.outputs if o.logprob is not None]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    @property
+    def cached(self) -> int:
+        return self.outputs[0].cached_tokens
+
+
+class Asked:
+    """A request under way."""
+
+    def __init__(self, engine: "TinyEngine", request: GenerationRequest) -> None:
+        self._engine, self.request = engine, request
+        self.answers = [Answer() for _ in range(request.n)]
+        self._changed = threading.Condition()
+        engine.engine.submit(request, self._on_output)
+
+    def _on_output(self, output: TokenOutput) -> None:
+        with self._changed:
+            self.answers[output.choice].outputs.append(output)
+            self._changed.notify_all()
+
+    def wait(self, seconds: float = 60.0) -> list[Answer]:
+        """All choices, finished."""
+        self.until(lambda: all(a.finish_reason for a in self.answers), seconds)
+        return self.answers
+
+    def wait_for_tokens(self, count: int, choice: int = 0, seconds: float = 60.0) -> None:
+        self.until(lambda: len(self.answers[choice].tokens) >= count, seconds)
+
+    def until(self, condition: Any, seconds: float) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, seconds), "no answer in time"
+
+    def abort(self, choice: int | None = None) -> None:
+        self._engine.engine.abort(self.request.request_id, choice)
+
+
+class TinyEngine:
+    """A started engine, and short ways to ask it."""
+
+    def __init__(self, engine: Engine, runner: Runner) -> None:
+        self.engine, self.runner, self.plan = engine, runner, runner.plan
+        self._ids = itertools.count()
+
+    def ask(self, prompt: list[int], n: int = 1, **sampling: Any) -> Asked:
+        """Greedy and without an end by EOS unless told otherwise."""
+        given: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        request = GenerationRequest(
+            request_id=f"r{next(self._ids)}",
+            prompt_ids=prompt,
+            sampling=SamplingParams(**(given | sampling)),
+            n=n,
+        )
+        return Asked(self, request)
+
+    def answer(self, prompt: list[int], *, settle: bool = True, **sampling: Any) -> Answer:
+        """The first choice, the engine idle again."""
+        asked = self.ask(prompt, **sampling)
+        answer = asked.wait()[0]
+        if settle:
+            self.settle()
+        return answer
+
+    @property
+    def stored(self) -> int:
+        """Stored sessions; only when settled."""
+        return self.engine.stats().stored_sessions
+
+    def settle(self) -> None:
+        """Wait until nothing runs; only stored sessions own pages then, and nothing was compiled since warm-up."""
+        done = threading.Event()
+
+        def look() -> None:
+            if self.engine._busy or self.engine._under_way:
+                self.engine._tell(look)
+            else:
+                done.set()
+
+        self.engine._tell(look)
+        assert done.wait(60)
+        # One more round, so that the snapshot is younger than the last end.
+        for _ in range(2):
+            done.clear()
+            self.engine._tell(done.set)
+            assert done.wait(60)
+        stats = self.engine.stats()
+        assert (stats.requests_running, stats.requests_waiting) == (0, 0)
+        assert stats.pages_used == stats.pages_stored
+        assert stats.compilations_after_warmup == 0
+        assert int(self.runner.cache.num_free) >= self.engine._num_pages - stats.pages_used
+
+    def forget(self) -> None:
+        """Throw all stored sessions away."""
+        done = threading.Event()
+
+        def drop() -> None:
+            while self.engine._scheduler._evict():
+                pass
+            done.set()
+
+        self.engine._tell(drop)
+        assert done.wait(60)
+        self.settle()
+        assert self.engine.stats().pages_used == 0
+
+
+@contextlib.contextmanager
+def tiny_engine(
+    kind: str = "full", *, pages: int = PAGES, max_stored: int = STORED, max_tail: int = MAX_TAIL
+) -> Iterator[TinyEngine]:
+    """An engine over `tiny_runner(kind)`, which serves one engine at a time; stopped at the end."""
+    runner = tiny_runner(kind)
+    limits = Limits(
+        max_running=RUNNING,
+        max_stored=max_stored,
+        max_model_len=LENGTH,
+        max_tail=max_tail,
+        max_chunk=BUCKETS.largest_chunk,
+        max_chunk_beside_decode=BUCKETS.mixed_chunks[-1],
+        prompt_logprob_chunk=BUCKETS.prompt_logprobs,
+    )
+    engine = Engine(runner, limits, num_pages=pages)
+    engine.start()
+    try:
+        yield TinyEngine(engine, runner)
+    finally:
+        engine.stop()
+        assert not engine.ready
+
+
+# The reference
+
+
+@jax.jit
+def _dense(tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(LENGTH)
+    return forward(PARAMS, CONFIG, tokens, positions, dense_attend(positions), ())[0]
+
+
+def dense_logits(tokens: list[int]) -> np.ndarray:
+    """f32[n, V]: row i are the logits after token i, by plain causal attention over all tokens."""
+    padded = np.zeros(LENGTH, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_dense(padded))[: len(tokens)]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    peak = wide.max(-1, keepdims=True)
+    return wide - peak - np.log(np.exp(wide - peak).sum(-1, keepdims=True))
+
+
+def greedy(
+    prompt: list[int],
+    count: int,
+    *,
+    banned: tuple[int, ...] = (),
+    banned_until: int = 0,
+    penalize: Any = None,
+) -> list[int]:
+    """The greedy continuation: `banned` ids not before `banned_until` tokens, logits through `penalize` if given."""
+    tokens = list(prompt)
+    for i in range(count):
+        logits = dense_logits(tokens)[-1].astype(np.float64)
+        if i < banned_until:
+            logits[list(banned)] = -np.inf
+        if penalize:
+            logits = penalize(logits, prompt, tokens[len(prompt) :])
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt without special tokens."""
+    return np.random.default_rng([seed, length]).integers(8, CONFIG.vocab_size, length).tolist()
