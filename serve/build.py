@@ -24,7 +24,7 @@ from tangram_jax.scorers import get_scorer
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
 CHUNKS = (32, 128, 512, 2048, 8192)
-CPU_POOL_SHARE = 0.25  # of the free memory
+CPU_POOL_SHARE, CPU_POOL_MOST = 0.25, 2 << 30  # of the free memory; bytes
 GPU_RESERVE = 2 << 30  # bytes for activations and the compiler beside weights and pool
 
 log = logging.getLogger("tangram.engine")
@@ -177,7 +177,7 @@ def _pages_that_fit(config: ServeConfig, params: Any, page_bytes: int, enough: i
         budget -= sum(x.nbytes for x in jax.tree.leaves(params)) + GPU_RESERVE
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = free * CPU_POOL_SHARE
+        budget = min(free * CPU_POOL_SHARE, CPU_POOL_MOST)
     return max(1, min(int(budget // page_bytes), enough))
 
 
