@@ -17,6 +17,7 @@ from serve.args import ConfigError, ServeConfig
 from serve.engine import Engine
 from serve.runner import Buckets, Runner
 from serve.scheduler import Limits
+from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
@@ -96,7 +97,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
     )
     stored = config.max_stored_sessions if config.prefix_cache else 0
     page_bytes = plan.page_bytes(shape.head_dim, jnp.dtype(dtype).itemsize)
-    largest = plan.pages(max_model_len, tail)
+    largest = row_layout(plan, max_model_len, tail).width
     num_pages = config.num_pages or (
         config.kv_cache_bytes // page_bytes
         if config.kv_cache_bytes
@@ -185,5 +186,5 @@ def _longest_that_fits(plan: CachePlan, num_pages: int, tail: int, most: int) ->
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if plan.pages(middle, tail) <= num_pages else (low, middle - 1)
+        low, high = (middle, high) if row_layout(plan, middle, tail).width <= num_pages else (low, middle - 1)
     return low

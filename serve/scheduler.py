@@ -16,6 +16,7 @@ from serve.pages import PageBook
 from serve.request import RequestRejected
 from serve.sequence import ChunkWork, Phase, RowState, Sequence, Work
 from serve.sessions import ReachBack, SessionStore, StoredSession
+from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
 ROOM = 64  # tail tokens that are reserved at a time
@@ -53,6 +54,7 @@ class Scheduler:
         self.sessions = SessionStore(limits.max_stored)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._closing: list[Sequence] = []
         self.counters = Counter[str]()
         self._reach_back = ReachBack(plan)
         self._free_rows = list(range(limits.max_running + limits.max_stored))[::-1]
@@ -67,8 +69,7 @@ class Scheduler:
                 f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the maximum of "
                 f"{self.limits.max_model_len} tokens: shorten the prompt or lower max_tokens"
             )
-        entries = np.minimum(self.plan.lengths(total) + self.limits.max_tail, total)
-        need = int((-(-entries // self.plan.page_size)).sum())
+        need = row_layout(self.plan, total, self.limits.max_tail).width
         if need > self.pages.total:
             raise RequestRejected(
                 f"a request of {total} tokens can take {need} KV pages, the pool has {self.pages.total}: shorten it, "
@@ -113,6 +114,8 @@ class Scheduler:
         parent = sequence.parent
         if parent is not None and parent.phase in (Phase.WAITING, Phase.RUNNING) and parent.generated == 0:
             return False  # the parent's prompt is on its way: fork that
+        if any(s.keep and _continues(sequence, s) for s in self._closing):
+            return False  # a fast client: the turn before will be stored when its last step is in
         found = None
         if not sequence.needs_prompt_logprobs and self.limits.max_stored:
             found = self.sessions.take(np.asarray(sequence.tokens, np.int32), self._reach_back)
@@ -314,6 +317,7 @@ class Scheduler:
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
         sequence.phase = Phase.CLOSING
+        self._closing.append(sequence)
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
@@ -321,6 +325,7 @@ class Scheduler:
         if sequence.phase is not Phase.CLOSING or sequence.in_flight:
             return
         sequence.phase = Phase.ENDED
+        self._closing.remove(sequence)
         state = sequence.state
         sequence.state = None
         if state is None:
@@ -332,3 +337,9 @@ class Scheduler:
             self._evict()
         self._trim(state, state.compressed, max(state.tail, 0))
         self.sessions.put(StoredSession(state, np.asarray(sequence.tokens[: state.cached], np.int32)))
+
+
+def _continues(sequence: Sequence, before: Sequence) -> bool:
+    """Whether `sequence` could take over the row of `before`, which has generated something."""
+    count = before.prompt_length
+    return before.state is not None and sequence.tokens[:count] == before.tokens[:count]

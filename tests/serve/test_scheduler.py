@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve.request import RequestRejected
-from tests.serve.fake_device import VOCAB
+from tests.serve.fake_device import VOCAB, expected
 from tests.serve.loop import Loop, make_limits, make_plan
 
 FULL = make_plan(1.0)  # 4 groups of one head each
@@ -303,6 +303,25 @@ def test_regenerating_runs_only_the_last_token_again():
     second = bench.run(prompt(40), max_tokens=6, ignore_eos=True, seed=5)
     assert (first.cached, second.cached) == (0, 39)
     second.check()
+
+
+def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
+    """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
+    bench = loop(plan=make_plan())
+    text = prompt(40)
+    stop = expected(text, 0, 6, ())[-1]
+    job = bench.add(text, max_tokens=30, stop_token_ids=(stop,), ignore_eos=True)
+    while not job.done:
+        bench.step()
+    assert bench.busy
+    unlike = bench.add(prompt(41, 1), max_tokens=1)
+    turn = bench.add([*text, *job.tokens(), 9, 10], max_tokens=5)
+    bench.step()
+    assert running(bench) == [1]  # another one need not wait
+    bench.drain()
+    assert turn.cached == 40 + len(job.tokens())
+    turn.check()
+    unlike.check()
 
 
 def test_a_prompt_that_differs_within_what_was_compressed_starts_anew():
