@@ -140,15 +140,8 @@ def draw(probs: Array, keys: Array) -> Array:
     probabilities and key alone.
     """
     blocks = _blocks(probs, 0.0)
-
-    def gumbel(key):
-        outer, inner = jax.random.split(key)
-        return (
-            jax.random.gumbel(outer, (blocks.shape[1],), mode="high"),
-            jax.random.gumbel(inner, (_BLOCK,), mode="high"),
-        )
-
-    outer, inner = jax.vmap(gumbel)(keys)
-    block = jnp.argmax(jnp.log(blocks.sum(axis=-1)) + outer, axis=-1)
+    count = blocks.shape[1]
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (count + _BLOCK,), mode="high"))(keys)
+    block = jnp.argmax(jnp.log(blocks.sum(axis=-1)) + noise[:, :count], axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * _BLOCK + jnp.argmax(jnp.log(inside) + inner, axis=-1)).astype(jnp.int32)
+    return (block * _BLOCK + jnp.argmax(jnp.log(inside) + noise[:, count:], axis=-1)).astype(jnp.int32)
