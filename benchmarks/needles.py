@@ -11,9 +11,8 @@ from calibrate.samples import CITIES, TEXTS
 from models.tokenizer import Tokenizer
 
 BOOK = "persuasion"
-FACT = "The special magic number of {city} is {number}."
-QUESTION = "\n\nWhat is the special magic number of {city} mentioned in the text above?"
-OPENING = "Read the following text. A special magic number is hidden in it; remember it, I will ask for it later.\n\n"
+FACT = "The secret key of the {city} office is {number}."
+QUESTION = "\n\nWhat is the secret key of the {city} office? Answer with the number only."
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ def _make_needle(
     def prompt(length: int) -> tuple[list[int], list[int]]:
         at = round(depth * length)
         text = " ".join([*hay[:at], fact, *hay[at:length]])
-        rendered = tokenizer.render_chat([{"role": "user", "content": OPENING + text + asked}], True)
+        rendered = tokenizer.render_chat([{"role": "user", "content": text + asked}], True)
         before, after = rendered.split(asked)
         ids = tokenizer.encode(before, add_special_tokens=False)
         return ids, tokenizer.encode(asked + after, add_special_tokens=False)
