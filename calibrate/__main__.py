@@ -56,9 +56,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--heldout", type=int, default=20, help="held-out samples for the stability check; 0: none"
     )
-    out.add_argument(
-        "--sample-tokens", type=int, default=1536, help="tokens of every sample"
-    )
+    out.add_argument("--sample-tokens", type=int, default=1536, help="tokens of every sample")
     out.add_argument("--alpha", type=float, default=2.0, help="margin in standard deviations (paper, Eq. 5)")
     out.add_argument("--seed", type=int, default=0, help="which samples are drawn")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
