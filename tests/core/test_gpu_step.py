@@ -74,7 +74,8 @@ def test_full_retention_is_dense_attention(cluster, page_size):
             tokens=np.array([0, tokens[i]], np.int32),
         )
         errors.append(relative(out[1], want[i]))
-    assert max(errors) < 0.1, errors  # bfloat16 under sharp random attention; a wrong entry or position gives about 1
+    # bfloat16 under sharp random attention; a wrong entry or position gives about 1.
+    assert max(errors) < 0.1, errors
 
 
 @pytest.mark.parametrize("cluster", ["layer", "model"])
