@@ -1,0 +1,96 @@
+"""Thousands of random requests through the scheduler, some continued, some aborted: right tokens, no page lost."""
+
+import numpy as np
+import pytest
+
+from serve.request import RequestRejected
+from tests.serve.fake_device import VOCAB
+from tests.serve.loop import Loop, make_limits, make_plan
+
+FULL = make_plan(1.0)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(8, VOCAB, length).tolist()
+
+
+def loop(num_pages: int, plan, **limits) -> Loop:
+    return Loop(plan, make_limits(**limits), num_pages)
+
+
+def simulate(bench: Loop, seed: int, requests: int) -> None:
+    """Random requests, new and continued, at random times, some aborted at random; ends when all are done."""
+    random = np.random.default_rng(seed)
+    limits, longest = bench.scheduler.limits, 120
+    left = requests
+    while left or bench.busy:
+        if left and len(bench.scheduler.waiting) < random.integers(1, 9) and random.random() < 0.25:
+            left -= 1
+            text = prompt(int(random.integers(1, 60)), int(random.integers(40)))
+            done = [job for job in bench.jobs[-12:] if job.done]
+            if done and random.random() < 0.6:
+                old = done[random.integers(len(done))]
+                made = old.tokens(int(random.integers(old.request.n)))
+                text = (
+                    old.request.prompt_ids
+                    + made[: random.integers(len(made) + 1) if random.random() < 0.4 else None]
+                )
+                text = text[: random.integers(len(text)) + 1] if random.random() < 0.15 else text
+                text = text + prompt(int(random.integers(0, 12)), int(random.integers(1000)))
+            text = text[:longest]
+            most = int(random.integers(1, min(40, limits.max_model_len - len(text)) + 1))
+            stops = tuple(int(t) for t in random.integers(8, VOCAB, random.integers(0, 5)))
+            n = int(random.choice([1, 1, 1, 2, 4]))
+            sampling = {
+                "max_tokens": most,
+                "seed": int(random.integers(3)),
+                "stop_token_ids": stops,
+                "ignore_eos": bool(random.random() < 0.5),
+                "prompt_logprobs": 0 if random.random() < 0.05 else None,
+            }
+            try:
+                bench.add(text, n, **sampling)
+            except RequestRejected:
+                assert len(text) + most > 30
+        if random.random() < 0.02:
+            alive = [job for job in bench.jobs[-30:] if not job.done and not job.aborted]
+            if alive:
+                job = alive[random.integers(len(alive))]
+                bench.abort(job, None if random.random() < 0.5 else int(random.integers(job.request.n)))
+        bench.step()
+
+
+CASES = {
+    "ample": ({}, make_plan(), 900),
+    "one row of each": ({"max_running": 1, "max_stored": 1}, make_plan(), 110),
+    "nothing stored": ({"max_stored": 0}, FULL, 130),
+    "small pool": ({"max_running": 4, "max_stored": 3, "max_tail": 9}, make_plan(), 130),
+    "small full pool": ({"max_running": 5, "max_stored": 5}, FULL, 170),
+    "tiny window": ({"max_running": 4, "max_tail": 3}, make_plan(window=1, min_entries=0), 120),
+    "zero budgets": ({}, make_plan([[0.0, 0.6], [0.2, 0.9]], min_entries=0), 160),
+    "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
+    limits, plan, pages = CASES[name]
+    bench = loop(pages, plan, **limits)
+    simulate(bench, seed=len(name), requests=250)
+    for job in bench.jobs:
+        job.check()
+    assert len(bench.jobs) > 150
+    assert bench.scheduler.counters["prefix_hits"] > 0 or not limits.get("max_stored", 4)
+    bench.evict_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", CASES)
+def test_random_requests_for_longer(name, seed):
+    limits, plan, pages = CASES[name]
+    bench = loop(pages, plan, **limits)
+    simulate(bench, seed=1000 + seed, requests=1000)
+    for job in bench.jobs:
+        job.check()
+    bench.evict_all()
