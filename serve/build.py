@@ -156,7 +156,8 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
     most = max(min(max_tokens, max_model_len), least)
     # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
-    batches = {*(4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs), max_num_seqs}
+    fours = (4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs)
+    batches = {*fours, max(1, max_num_seqs // 2), max_num_seqs}
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
