@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from tangram_jax import gpu_attention
-from tangram_jax.pages import NEVER, LayerPages
+from tangram_jax.pages import NEVER, LayerPages, StepPages
 
 BLOCK = 256  # entries of each head that one step of a decode walk gathers
 CHUNK_BLOCK = 512  # the same for a chunk
@@ -78,39 +78,24 @@ class DecodeAttention:
     support, XLA operations.
     """
 
-    def __init__(
-        self,
-        q_shape: tuple[int, ...],
-        dtype: Any,
-        pool: jax.Array,
-        table: jax.Array,
-        rows: jax.Array,
-        lengths: jax.Array,
-        first: np.ndarray,
-        column: np.ndarray,
-    ) -> None:
-        """q_shape (B, K, G, D); table i32[rows, R], rows i32[B], lengths i32[B, L, K], first and column i32[L, K].
-
-        A row number of no row must come with lengths of 0.
-        """
+    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+        """q_shape (B, K, G, D)."""
         self._kernel = None
         try:
-            self._kernel = gpu_attention.DecodeKernel(
-                q_shape, dtype, pool, table, rows, lengths, first, column
-            )
+            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages)
             return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu":
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
-        self._pool, self._lengths, self._first, self._column = pool, lengths, first, column
-        self._table = table.at[rows].get(mode="clip")
+        self._pages = pages
+        self._table = pages.table.at[pages.rows].get(mode="clip")
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         """q [B, K, G, D], k and v [B, K, D] of the new tokens (not in the pool yet) -> [B, K, G, D]."""
         if self._kernel:
             return self._kernel(layer, q, k, v, scale)
-        lengths = self._lengths[:, layer]
-        pages = LayerPages(self._pool, self._table, lengths, self._first[layer], self._column[layer])
+        pool, _, _, lengths, first, column = self._pages
+        pages = LayerPages(pool, self._table, lengths[:, layer], first[layer], column[layer])
         return decode_attention(q, k, v, pages, scale)
 
 

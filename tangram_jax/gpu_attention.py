@@ -15,7 +15,7 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
 from pallas_kernels import ragged_decode
-from tangram_jax.pages import NEVER, LayerPages
+from tangram_jax.pages import NEVER, LayerPages, StepPages
 
 PART = 8192  # history entries of each head that are gathered at a time
 CUDNN_HEAD_DIMS = (64, 128, 256)
@@ -93,28 +93,19 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 class DecodeKernel:
     """The ragged decode kernel under one plan of the step's work for all layers. Raises NotImplementedError early."""
 
-    def __init__(
-        self,
-        q_shape: tuple[int, ...],
-        dtype: Any,
-        pool: jax.Array,
-        table: jax.Array,
-        rows: jax.Array,
-        lengths: jax.Array,
-        first: np.ndarray,
-        column: np.ndarray,
-    ) -> None:
-        """q_shape (B, K, G, D); table i32[rows, R], rows i32[B], lengths i32[B, L, K], first and column i32[L, K]."""
+    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+        """q_shape (B, K, G, D)."""
+        pool, lengths = pages.pool, pages.lengths
         ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
         self._pool = pool
         self._plan = ragged_decode.plan_decode(
             lengths.reshape(lengths.shape[0], -1),
-            table,
-            first.reshape(-1),
-            column.reshape(-1),
+            pages.table,
+            pages.first.reshape(-1),
+            pages.column.reshape(-1),
             page_size=pool.shape[3],
-            num_layers=first.shape[0],
-            rows=jnp.minimum(rows, table.shape[0] - 1),
+            num_layers=lengths.shape[1],
+            rows=jnp.minimum(pages.rows, pages.table.shape[0] - 1),
         )
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What attention needs to know of one layer's entries in the pool."""
+"""What attention needs to know of the entries in the pool."""
 
 from typing import NamedTuple
 
@@ -16,3 +16,14 @@ class LayerPages(NamedTuple):
     lengths: jax.Array  # i32[B, K]: entries of each KV head
     first: np.ndarray  # i32[K]: column of the table where the pages of each head's group begin
     column: np.ndarray  # i32[K]: each head's column in a page
+
+
+class StepPages(NamedTuple):
+    """Where the entries of all layers are, for one decode step."""
+
+    pool: jax.Array  # [num_pages, 2, Hp, P, D]
+    table: jax.Array  # i32[rows, R]: every row of the cache
+    rows: jax.Array  # i32[B]: the row of each request; a number of no row has lengths of 0
+    lengths: jax.Array  # i32[B, L, K]: entries of each KV head
+    first: np.ndarray  # i32[L, K]
+    column: np.ndarray  # i32[L, K]

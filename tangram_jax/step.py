@@ -18,7 +18,7 @@ from models.transformer import forward
 from tangram_jax.attention import DecodeAttention, chunk_attention
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.compress import Candidates, candidates, keep, read_tail
-from tangram_jax.pages import LayerPages
+from tangram_jax.pages import LayerPages, StepPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import ScoreInputs, Scorer
 
@@ -62,12 +62,14 @@ def step(
         decode_attention = DecodeAttention(
             (len(slots.rows), config.num_kv_heads, config.group_size, config.head_dim),
             params["embed"].dtype,
-            cache.pool,
-            cache.table,
-            slots.rows,
-            slots.lengths[:, plan.group_of],
-            cache.layout.first[plan.group_of],
-            plan.column_of,
+            StepPages(
+                cache.pool,
+                cache.table,
+                slots.rows,
+                slots.lengths[:, plan.group_of],
+                cache.layout.first[plan.group_of],
+                plan.column_of,
+            ),
         )
 
     kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
