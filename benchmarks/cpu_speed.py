@@ -5,9 +5,11 @@
 Prompts of 512 held-out tokens, 64 generated greedily, 1 and 8 requests at once. The systems take turns within each
 repeat; medians are over the repeats, and ratios are those of the same repeat. A timing during which other processes
 took more than a tenth of a core is thrown away and repeated, up to 20 times; what stayed noisy is counted in the result.
-Before anything is timed, retention 1.0 must give the tokens of transformers. "core" calls `prefill_chunk` and
-`decode_step`; "engine" is the whole scheduler and batching loop without HTTP; "start" is the time from
-`python -m serve` on a warm cache to the first token of the first request.
+Before anything is timed, retention 1.0 must give the tokens of transformers.
+
+"core" calls `prefill_chunk` and `decode_step`. "engine" is the scheduler and batching loop without HTTP; its decode rate
+is that while all requests decode. "Whole requests": generated tokens over the time from submission to the last of them,
+prefill included. "Start": from `python -m serve` on a warm cache to the first token of the first request.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from models.registry import LoadedModel
 
 PROMPT, STEPS, BATCHES = 512, 64, (1, 8)
+QUANTITIES = {"prefill": "prefill", "decode": "decode", "whole": "output of whole requests"}
 RESULTS = Path(__file__).parent / "results" / "cpu_speed.json"
 ATTEMPTS, OTHERS = 20, 0.1  # tries of a timing, and cores that others may use during it
 
@@ -72,7 +75,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All systems, taking turns: {"seconds": {system: {batch: {"prefill": [...], "decode": [...]}}}, ...}."""
+    """All systems, taking turns: {"seconds": {system: {batch: {"prefill": [...], ...}}}, ...}."""
     import jax
 
     from benchmarks.cpu_speed_systems import Core, Engine, TransformersProcess
@@ -104,7 +107,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                     warm[system.name] = system.run(batch)
                 agreed[batch] = agreement(warm)
             seconds: dict[str, dict[str, Any]] = {
-                s.name: {str(b): {"prefill": [], "decode": []} for b in BATCHES} for s in systems
+                s.name: {str(b): {what: [] for what in QUANTITIES} for b in BATCHES} for s in systems
             }
             noisy = 0
             for repeat in range(arguments.repeats):
@@ -115,8 +118,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                         status.update(f"Repeat {repeat + 1} of {arguments.repeats}: {system.name}")
                         timing, quiet = quiet_run(system, batch, pids)
                         noisy += not quiet
-                        seconds[system.name][str(batch)]["prefill"].append(timing.prefill)
-                        seconds[system.name][str(batch)]["decode"].append(timing.decode)
+                        for what in QUANTITIES:
+                            seconds[system.name][str(batch)][what].append(getattr(timing, what))
         if other:
             other.close()
     return {
@@ -246,15 +249,14 @@ def report(result: dict[str, Any], console: Console) -> None:
         title=f"{result['model']}, {result['dtype']}, {machine['threads']} threads of {machine['cpu']}: tokens/s, "
         "median (times transformers)"
     )
-    table.add_column("")
-    columns = [(what, batch) for what in ("prefill", "decode") for batch in BATCHES]
-    for what, batch in columns:
-        table.add_column(f"{what}, {batch} at once", justify="right")
     seconds = result["seconds"]
-    for name, times in seconds.items():
+    table.add_column("")
+    for name in seconds:
+        table.add_column(name, justify="right")
+    for what, batch in ((what, batch) for what in QUANTITIES for batch in BATCHES):
+        tokens = batch * result["prompt_tokens" if what == "prefill" else "generated_tokens"]
         cells = []
-        for what, batch in columns:
-            tokens = batch * result["prompt_tokens" if what == "prefill" else "generated_tokens"]
+        for name, times in seconds.items():
             mine = times[str(batch)][what]
             cell = f"{tokens / statistics.median(mine):.1f}"
             if "transformers" in seconds and name != "transformers":
@@ -262,7 +264,7 @@ def report(result: dict[str, Any], console: Console) -> None:
                 ratio = statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
                 cell += f" ({ratio:.2f})"
             cells.append(cell)
-        table.add_row(name, *cells)
+        table.add_row(f"{QUANTITIES[what]}, {batch} at once", *cells)
     console.print(table)
     if "start_seconds" in result:
         console.print(

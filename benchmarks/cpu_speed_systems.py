@@ -26,7 +26,8 @@ from tangram_jax import sampling
 
 class Timing(NamedTuple):
     prefill: float  # seconds for B * length prompt tokens
-    decode: float  # seconds for B * steps generated tokens
+    decode: float  # seconds for B * steps generated tokens, all B at once
+    whole: float  # seconds for everything
     tokens: list[list[int]]  # [B][steps + 1], greedy
 
 
@@ -117,11 +118,11 @@ class Core:
         done = time.perf_counter()
         for row in range(batch):
             self.cache = tj.release(plan, self.cache, np.int32(row))
-        return Timing(prefilled - began, done - prefilled, np.stack(tokens, axis=1).tolist())
+        return Timing(prefilled - began, done - prefilled, done - began, np.stack(tokens, axis=1).tolist())
 
 
 class Engine:
-    """The engine behind `python -m serve`, without HTTP. Decode is what `steps` more tokens add to the whole time."""
+    """The engine behind `python -m serve`, without HTTP: scheduler, chunked prefill beside decode, pipelined steps."""
 
     def __init__(self, model: LoadedModel, prompts: np.ndarray, steps: int, retention: float) -> None:
         self.name = f"tangram-jax, engine, retention {retention:g}"
@@ -137,20 +138,26 @@ class Engine:
         self._count = 0
 
     def run(self, batch: int) -> Timing:
-        prefill, _ = self._generate(batch, 1)
-        whole, tokens = self._generate(batch, self.steps + 1)
-        return Timing(prefill, whole - prefill, tokens)
+        """Prefill: requests of one token. Decode: the rate while all B decode, since the first begin before the last."""
+        prefill, _, _ = self._generate(batch, 1)
+        whole, times, tokens = self._generate(batch, self.steps + 1)
+        begin, end = max(t[0] for t in times), min(t[-1] for t in times)
+        between = sum(begin < t <= end for each in times for t in each)
+        return Timing(prefill, batch * self.steps * (end - begin) / between, whole, tokens)
 
-    def _generate(self, batch: int, count: int) -> tuple[float, list[list[int]]]:
+    def _generate(self, batch: int, count: int) -> tuple[float, list[list[float]], list[list[int]]]:
+        """(seconds, the time of each token, tokens)."""
         tokens: list[list[int]] = [[] for _ in range(batch)]
+        times: list[list[float]] = [[] for _ in range(batch)]
         finished = threading.Semaphore(0)
+        errors = []
 
         def receive(i: int, output: TokenOutput) -> None:
-            if output.error:
-                raise RuntimeError(output.error)
             if output.token_id is not None:
                 tokens[i].append(output.token_id)
+                times[i].append(time.perf_counter())
             if output.finish_reason:
+                errors.append(output.error)
                 finished.release()
 
         greedy = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
@@ -163,7 +170,9 @@ class Engine:
             self.engine.submit(request, partial(receive, i))
         for _ in range(batch):
             finished.acquire()
-        return time.perf_counter() - began, tokens
+        if any(errors):
+            raise RuntimeError(f"the engine failed: {errors}")
+        return time.perf_counter() - began, times, tokens
 
 
 class TransformersProcess:
@@ -190,7 +199,8 @@ class TransformersProcess:
         self._process.stdin.flush()
         answer = self._read()
         self.caches[batch] = answer["cache"]
-        return Timing(answer["prefill"], answer["decode"], answer["tokens"])
+        prefill, decode = answer["prefill"], answer["decode"]
+        return Timing(prefill, decode, prefill + decode, answer["tokens"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
