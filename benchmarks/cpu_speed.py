@@ -132,6 +132,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "generated_tokens": STEPS,
         "transformers_cache": other.caches if other else {},
         "same_tokens_as_transformers": agreed,
+        "retention_reached": {s.name: round(s.retention_reached, 4) for s in systems},
         "noisy_timings": noisy,
         "seconds": seconds,
     }

@@ -16,10 +16,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tangram_jax as tj
-from calibrate import shipped_profile
 from models.registry import LoadedModel
 from serve.args import ServeConfig
-from serve.build import MIN_ENTRIES, build_engine
+from serve.build import MIN_ENTRIES, build_engine, choose_profile
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from tangram_jax import sampling
 
@@ -33,19 +32,9 @@ class Timing(NamedTuple):
 
 class System(Protocol):
     name: str
+    retention_reached: float  # of the KV entries, after the prompt
 
     def run(self, batch: int) -> Timing: ...
-
-
-def profile_at(model: LoadedModel, retention: float) -> tj.BudgetProfile:
-    """The shipped profile, scaled to `retention` where it is another; uniform budgets where there is none."""
-    path = shipped_profile(model.name)
-    if path is None or retention == 1.0:
-        return tj.BudgetProfile.uniform(model.config.num_layers, model.config.num_kv_heads, retention)
-    profile = tj.BudgetProfile.load(path)
-    if profile.retention != retention:
-        raise ValueError(f"the shipped profile is for retention {profile.retention}, not {retention}")
-    return profile
 
 
 class Core:
@@ -56,9 +45,12 @@ class Core:
         self.prompts, self.steps, self.model = prompts, steps, model
         rows, length = prompts.shape
         config = model.config
+        # The server's own choice: as calibrated, the shipped profile keeps more than its target.
+        profile = choose_profile(ServeConfig(retention=retention), config, model.name)
         self.plan = plan = tj.CachePlan.build(
-            profile_at(model, retention), heads_per_page=1, page_size=16, min_entries=MIN_ENTRIES
+            profile, heads_per_page=1, page_size=16, min_entries=MIN_ENTRIES
         )
+        self.retention_reached = plan.retention(length)
         cache = tj.init_cache(
             plan,
             config,
@@ -128,12 +120,14 @@ class Engine:
         self.name = f"tangram-jax, engine, retention {retention:g}"
         self.prompts, self.steps = prompts, steps
         config = ServeConfig(
-            retention=1.0 if retention == 1.0 or shipped_profile(model.name) is None else None,
+            retention=retention,
             max_model_len=2048,
             max_num_seqs=len(prompts),
             prefix_cache=False,
         )
-        self.engine = build_engine(config, model, dtype=jnp.float32).engine
+        built = build_engine(config, model, dtype=jnp.float32)
+        self.engine = built.engine
+        self.retention_reached = built.plan.retention(prompts.shape[1])
         self.engine.start()
         self._count = 0
 
@@ -182,6 +176,7 @@ class TransformersProcess:
         self, python: str, model: LoadedModel, prompts: np.ndarray, steps: int, threads: int, directory: Path
     ) -> None:
         self.name = "transformers"
+        self.retention_reached = 1.0
         self.caches: dict[int, str] = {}
         export(model, directory)
         np.save(directory / "prompts.npy", prompts)
