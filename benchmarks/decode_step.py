@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
-from benchmarks.gpu_timing import read_roof
+from benchmarks.gpu_timing import read_roof, trace_kernels
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
 
@@ -98,6 +98,8 @@ def measure(
             chosen, cache = program(params, cache, chosen)
         chosen.block_until_ready()
         times.append((time.perf_counter() - began) / 10)
+    if args.profile:
+        chosen, cache = print_profile(program, params, cache, chosen)
     weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
     kv = batch * plan.entries(tokens) * 2 * config.head_dim * 2
     floor = (weights + kv) / roof
@@ -115,12 +117,30 @@ def measure(
     }
 
 
+def print_profile(program: Any, params: Any, cache: tj.Cache, chosen: jax.Array) -> tuple[jax.Array, tj.Cache]:
+    """Where the GPU's time of one step goes: kernels of one name together, longest first."""
+    state = [chosen, cache]
+
+    def run() -> jax.Array:
+        for _ in range(4):
+            state[:] = program(params, state[1], state[0])
+        return state[0]
+
+    kernels = {name: (sum(times) / 4, len(times) / 4) for name, times in trace_kernels(run).items()}
+    total, count = (sum(x[i] for x in kernels.values()) for i in (0, 1))
+    print(f"  {total / 1e3:.3f} ms in {count:.0f} kernels")
+    for name, (us, times) in sorted(kernels.items(), key=lambda item: -item[1][0])[:40]:
+        print(f"  {us:9.1f} us {times:6.0f} x {us / times:8.2f}  {name[:90]}")
+    return state[0], state[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--pool-gib", type=float, default=60.0)
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = LLAMA_8B.replace(num_layers=args.layers)
