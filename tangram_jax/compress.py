@@ -3,10 +3,13 @@
 Candidates are what a row has not locked yet: its previous tail (trailing window and generated tokens), then the chunk.
 Of these each head locks its own best, as many as the plan's law adds, and keeps the new trailing window whole after
 them. All heads of all layers are done at once, after the forward pass, which only read the pool.
+
+`write` and `append` are the two places where the pool changes. They are XLA operations here.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +60,42 @@ def read_tail(plan: CachePlan, cache: Cache, row: jax.Array) -> jax.Array:
     return taken.transpose(2, 0, 3, 1, 4)
 
 
-def keep(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array, kv: jax.Array) -> Cache:
-    """Lock the best candidates of every head, write them and the trailing window, and set the row's counts.
+class Slots(NamedTuple):
+    """Where the new tokens of a decode step go."""
 
-    `scores` f32[M, Hp, C] (higher = keep), `kv` [2, M, Hp, C, D]. Ties go to the earlier position. Entries beyond what
-    the pages hold are never written: the plan's law gives the count, the reservation the pages.
-    """
-    size, layout = plan.page_size, cache.layout
-    row, slots = what.row, what.positions.shape[0]
+    rows: Any  # i32[B]; a number of no row is an empty slot
+    table: jax.Array  # i32[B, R]
+    lengths: jax.Array  # i32[B, M], 0 in an empty slot
+
+
+class Counts(NamedTuple):
+    """What the plan's law says of each group's entries, before and after a chunk."""
+
+    locked_before: jax.Array  # i32[M]
+    adds: jax.Array  # i32[M]: candidates to lock
+    window: jax.Array  # i32[M]: trailing window, kept whole after the locked entries
+    length: jax.Array  # i32[M]: all entries afterwards
+
+
+def counts(plan: CachePlan, cache: Cache, what: Candidates) -> Counts:
+    """The counts of the row and chunk of `what`."""
     after = what.before + what.valid_tokens
-    locked_before = plan.locked(cache.tokens[row])  # [M]
-    locked_after, length = plan.locked(after), plan.lengths(after)
-    adds = jnp.maximum(locked_after - locked_before, 0)
-    window = length - locked_after
+    before, locked, length = plan.locked(cache.tokens[what.row]), plan.locked(after), plan.lengths(after)
+    return Counts(before, jnp.maximum(locked - before, 0), length - locked, length)
 
+
+def by_group(plan: CachePlan, x: jax.Array) -> jax.Array:
+    """[L, K, ...] -> [M, Hp, ...]; empty columns repeat some head."""
+    return x.reshape(-1, *x.shape[2:])[np.maximum(plan.head_at, 0)]
+
+
+def select(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array) -> jax.Array:
+    """i32[M, Hp, C]: the candidates of each head, best first, by `scores` f32[M, Hp, C] (higher = keep).
+
+    Ties go to the earlier position. Candidates that cannot be locked come last, whatever their scores.
+    """
+    after = what.before + what.valid_tokens
+    window = counts(plan, cache, what).window
     with jax.named_scope("select"):
         open_ = what.valid & (what.positions < after - window[:, None])  # [M, C]
         scores = jnp.where(what.positions < plan.sinks, jnp.inf, scores.astype(jnp.float32))
@@ -79,9 +104,33 @@ def keep(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array, kv:
         badness = jnp.where(jnp.isnan(scores), jnp.inf, -scores)
         rank = (~open_[:, None]).astype(jnp.int32) + jnp.zeros(scores.shape, jnp.int32)
         iota = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-        order = lax.sort((rank, badness, iota), dimension=-1, is_stable=True, num_keys=2)[2]
+        return lax.sort((rank, badness, iota), dimension=-1, is_stable=True, num_keys=2)[2]
+
+
+def write(
+    plan: CachePlan,
+    cache: Cache,
+    what: Candidates,
+    order: jax.Array,
+    tail_kv: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+) -> Cache:
+    """Write the first candidates of `order` and the trailing window into the row's pages, and set its counts.
+
+    `order` i32[M, Hp, C] from `select`, `tail_kv` [2, M, Hp, tail capacity, D] from `read_tail`, `keys` and `values` of
+    each layer [T or more, K, D], the chunk first. Entries beyond what the pages hold are never written: the plan's law
+    gives the count, the reservation the pages.
+    """
+    size, layout = plan.page_size, cache.layout
+    row, slots = what.row, what.positions.shape[0]
+    after = what.before + what.valid_tokens
+    locked_before, adds, window, length = counts(plan, cache, what)
 
     with jax.named_scope("write"):
+        chunk = slots - tail_kv.shape[3]
+        grouped = [by_group(plan, jnp.stack([x[:chunk] for x in xs]).swapaxes(1, 2)) for xs in (keys, values)]
+        kv = jnp.concatenate([tail_kv, jnp.stack(grouped).astype(tail_kv.dtype)], axis=3)  # [2, M, Hp, C, D]
         # Destination j of a group is entry locked_before + j; pages are written whole, so walk over pages.
         pages = slots // size + 2
         page = locked_before[:, None] // size + np.arange(pages)  # [M, pages]
@@ -110,3 +159,34 @@ def keep(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array, kv:
         tokens=cache.tokens.at[row].set(after),
         tail=cache.tail.at[row].set(0),
     )
+
+
+def append(
+    plan: CachePlan,
+    cache: Cache,
+    slots: Slots,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    start: int = 0,
+) -> Cache:
+    """Write one token of every layer into the pages of its row and count it.
+
+    `keys` and `values` of each layer [start + B, K, D], the B new tokens last. Empty slots and tokens beyond a row's
+    capacity are dropped.
+    """
+    layout, size = cache.layout, plan.page_size
+    rows, table, lengths = slots
+    index = lengths // size
+    inside = index < np.asarray(layout.capacity)
+    number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
+    there = inside & (number != NO_PAGE) & (rows < cache.num_rows)[:, None]
+    stacked = [jnp.stack([x[start:] for x in xs]) for xs in (keys, values)]  # [L, B, K, D]
+    kv = jnp.stack([by_group(plan, x.swapaxes(1, 2)) for x in stacked])  # [2, M, Hp, B, D]
+    # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
+    at = jnp.where(there, number, cache.num_pages).T[None, :, None]  # [1, M, 1, B]
+    which, column = np.ogrid[:2, : plan.heads_per_page]
+    slot = (lengths % size).T[None, :, None]
+    pool = cache.pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
+        kv.astype(cache.pool.dtype), mode="drop"
+    )
+    return replace(cache, pool=pool, tail=cache.tail.at[rows].add(1, mode="drop"))

@@ -4,7 +4,6 @@ Both are one function, `step`, over flat tokens: a chunk of one request and one 
 the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from models.rope import rope_frequencies
 from models.transformer import forward
 from tangram_jax.attention import DecodeAttention, chunk_attention
 from tangram_jax.cache import NO_PAGE, Cache
-from tangram_jax.compress import Candidates, candidates, keep, read_tail
+from tangram_jax.compress import Candidates, Slots, append, by_group, candidates, read_tail, select, write
 from tangram_jax.pages import LayerPages, StepPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import ScoreInputs, Scorer
@@ -93,17 +92,16 @@ def step(
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
-    keys, values = (jnp.stack([pair[i] for pair in kept]) for i in (0, 1))  # [L, T + B, K, D]
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
-    keys, values, logits = lax.optimization_barrier((keys, values, logits))
+    kept, logits = lax.optimization_barrier((kept, logits))
+    keys, values = [k for k, _ in kept], [v for _, v in kept]
     if before:
         with jax.named_scope("keep"):
-            grouped = [_by_group(plan, x[:, :size].swapaxes(1, 2)) for x in (keys, values)]  # [M, Hp, T, D]
-            kv = jnp.concatenate([before.tail_kv, jnp.stack(grouped).astype(before.tail_kv.dtype)], axis=3)
-            cache = keep(plan, cache, before.what, _by_group(plan, jnp.stack(scores)), kv)
+            order = select(plan, cache, before.what, by_group(plan, jnp.stack(scores)))
+            cache = write(plan, cache, before.what, order, before.tail_kv, keys, values)
     if slots:
         with jax.named_scope("append"):
-            cache = _append(plan, cache, slots, keys[:, size:], values[:, size:])
+            cache = append(plan, cache, slots, keys, values, size)
     return logits, cache
 
 
@@ -155,17 +153,11 @@ class _ChunkState(NamedTuple):
     queries: jax.Array  # i32[T], positions
 
 
-class _DecodeState(NamedTuple):
-    rows: Any  # i32[B]
-    table: jax.Array  # i32[B, R]
-    lengths: jax.Array  # i32[B, M], 0 in an empty slot
-
-
-def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> _DecodeState:
+def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> Slots:
     tokens = cache.tokens.at[decode.rows].get(mode="fill", fill_value=0)
     tail = cache.tail.at[decode.rows].get(mode="fill", fill_value=0)
     there = (decode.rows < cache.num_rows)[:, None]
-    return _DecodeState(
+    return Slots(
         rows=decode.rows,
         table=cache.table.at[decode.rows].get(mode="fill", fill_value=NO_PAGE),
         lengths=jnp.where(there, plan.lengths(tokens) + tail[:, None], 0),
@@ -238,27 +230,3 @@ def _score(
             inv_freq=rope_frequencies(config),
         )
     )
-
-
-def _by_group(plan: CachePlan, x: jax.Array) -> jax.Array:
-    """[L, K, ...] -> [M, Hp, ...]; empty columns repeat some head."""
-    return x.reshape(-1, *x.shape[2:])[np.maximum(plan.head_at, 0)]
-
-
-def _append(plan: CachePlan, cache: Cache, slots: _DecodeState, keys: jax.Array, values: jax.Array) -> Cache:
-    """Write one token of every layer into its row's pages and count it. keys, values [L, B, K, D]."""
-    layout, size = cache.layout, plan.page_size
-    rows, table, lengths = slots
-    index = lengths // size
-    inside = index < np.asarray(layout.capacity)
-    number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
-    there = inside & (number != NO_PAGE) & (rows < cache.num_rows)[:, None]
-    kv = jnp.stack([_by_group(plan, x.swapaxes(1, 2)) for x in (keys, values)])  # [2, M, Hp, B, D]
-    # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
-    at = jnp.where(there, number, cache.num_pages).T[None, :, None]  # [1, M, 1, B]
-    which, column = np.ogrid[:2, : plan.heads_per_page]
-    slot = (lengths % size).T[None, :, None]
-    pool = cache.pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
-        kv.astype(cache.pool.dtype), mode="drop"
-    )
-    return replace(cache, pool=pool, tail=cache.tail.at[rows].add(1, mode="drop"))
