@@ -12,14 +12,14 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
-from models.rope import rope_frequencies
 from models.transformer import forward
 from tangram_jax.attention import DecodeAttention, chunk_attention
 from tangram_jax.cache import NO_PAGE, Cache
-from tangram_jax.compress import Candidates, Slots, append, by_group, candidates, read_tail, select, write
+from tangram_jax.chunk_scores import ChunkScores
+from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
 from tangram_jax.pages import LayerPages, StepPages
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import ScoreInputs, Scorer
+from tangram_jax.scorers import Scorer
 
 
 class Chunk(NamedTuple):
@@ -72,7 +72,7 @@ def step(
         )
 
     kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
-    scores: list[jax.Array] = []  # per layer: [K, C]
+    scores = ChunkScores(plan, config, scorer, before.what, before.tail_kv) if before else None
 
     def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         kept.append((k, v))
@@ -80,12 +80,13 @@ def step(
         first = cache.layout.first[group]
         q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
         out = []
-        if before:
+        if before and scores:
             pages = LayerPages(cache.pool, before.table[None], before.lengths[None, group], first, column)
             attended, lse = chunk_attention(q[:size], k[:size], v[:size], pages, config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
-                scores.append(_score(config, scorer, before, layer, plan, q[:size], k[:size], v[:size], lse))
+                heads = (size, config.num_heads)
+                scores.add(layer, q[:size].reshape(*heads, -1), k[:size], v[:size], lse.reshape(heads))
         if slots:
             out.append(decode_attention(layer, q[size:], k[size:], v[size:], config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
@@ -95,9 +96,9 @@ def step(
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, logits = lax.optimization_barrier((kept, logits))
     keys, values = [k for k, _ in kept], [v for _, v in kept]
-    if before:
+    if before and scores:
         with jax.named_scope("keep"):
-            order = select(plan, cache, before.what, by_group(plan, jnp.stack(scores)))
+            order = select(plan, cache, before.what, scores.result())
             cache = write(plan, cache, before.what, order, before.tail_kv, keys, values)
     if slots:
         with jax.named_scope("append"):
@@ -150,7 +151,6 @@ class _ChunkState(NamedTuple):
     lengths: jax.Array  # i32[M]
     what: Candidates
     tail_kv: jax.Array  # [2, M, Hp, W, D]
-    queries: jax.Array  # i32[T], positions
 
 
 def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> Slots:
@@ -172,7 +172,6 @@ def _chunk_state(plan: CachePlan, cache: Cache, chunk: Chunk) -> _ChunkState:
         lengths=plan.lengths(cache.tokens[chunk.row]) + cache.tail[chunk.row],
         what=what,
         tail_kv=read_tail(plan, cache, chunk.row),
-        queries=what.positions[-size:],
     )
 
 
@@ -195,38 +194,3 @@ def _flatten(
     if not tokens:
         raise ValueError("a step needs a chunk, decode tokens, or both")
     return jnp.concatenate(tokens), jnp.concatenate(positions), jnp.concatenate(logits_at)
-
-
-def _score(
-    config: ModelConfig,
-    scorer: Scorer,
-    before: _ChunkState,
-    layer: int,
-    plan: CachePlan,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lse: jax.Array,
-) -> jax.Array:
-    """Scores f32[K, C] of one layer's candidates."""
-    size = q.shape[0]
-    group, column = plan.group_of[layer], plan.column_of[layer]
-    tail = before.tail_kv[:, group, column]  # [2, K, W, D]
-    joined = [
-        jnp.concatenate([t.astype(x.dtype), x.swapaxes(0, 1)], axis=1)
-        for t, x in zip(tail, (k, v), strict=True)
-    ]
-    return scorer.score(
-        ScoreInputs(
-            q=q.reshape(size, config.num_heads, config.head_dim),
-            q_positions=before.queries,
-            num_valid=before.what.valid_tokens,
-            lse=lse.reshape(size, config.num_heads),
-            k=joined[0],
-            v=joined[1],
-            positions=before.what.positions,
-            valid=before.what.valid[group],
-            scale=config.attention_scale,
-            inv_freq=rope_frequencies(config),
-        )
-    )

@@ -1,0 +1,47 @@
+"""Scores of a chunk's candidates, layer by layer: the one place that decides what computes them."""
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.rope import rope_frequencies
+from tangram_jax.compress import Candidates, by_group
+from tangram_jax.plan import CachePlan
+from tangram_jax.scorers import ScoreInputs, Scorer
+
+
+class ChunkScores:
+    """Collects the scores of one chunk's candidates from all layers of one step."""
+
+    def __init__(
+        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, what: Candidates, tail_kv: jax.Array
+    ) -> None:
+        """`tail_kv` [2, M, Hp, W, D], the previous tail, right-aligned, of `compress.read_tail`."""
+        self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
+        self._layers: list[jax.Array] = []
+
+    def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
+        """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
+        group, column = self._plan.group_of[layer], self._plan.column_of[layer]
+        tail = self._tail[:, group, column]  # [2, K, W, D]
+        keys, values = (
+            jnp.concatenate([t.astype(x.dtype), x.swapaxes(0, 1)], axis=1)
+            for t, x in zip(tail, (k, v), strict=True)
+        )
+        inputs = ScoreInputs(
+            q=q,
+            q_positions=self._what.positions[-q.shape[0] :],
+            num_valid=self._what.valid_tokens,
+            lse=lse,
+            k=keys,
+            v=values,
+            positions=self._what.positions,
+            valid=self._what.valid[group],
+            scale=self._config.attention_scale,
+            inv_freq=rope_frequencies(self._config),
+        )
+        self._layers.append(self._scorer.score(inputs))
+
+    def result(self) -> jax.Array:
+        """f32[M, Hp, C]: the scores by group and column."""
+        return by_group(self._plan, jnp.stack(self._layers))
