@@ -1,0 +1,84 @@
+"""Chunk prefill attention for Hopper GPUs, in Pallas' Mosaic GPU: the call. The kernel itself is in `kernel.py`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.chunk_prefill.kernel import Config, kernel_body
+from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
+
+f32 = jnp.float32
+
+
+def chunk_prefill_mosaic_gpu(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    plan: ChunkPlan,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    tuning: Tuning = DEFAULT,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.chunk_prefill.chunk_prefill`."""
+    return _call(
+        q, k, v, pool, plan,
+        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning, interpret=interpret,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "tuning", "interpret"))
+def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
+    # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
+    # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
+    tokens, heads, group, head_dim = q.shape
+    padded = 1 << (group - 1).bit_length()
+    more = -tokens % ALIGN
+    rows = jnp.pad(q, ((0, more), (0, 0), (0, padded - group), (0, 0)))
+    rows = rows.reshape(tokens + more, heads * padded, head_dim)
+    k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (k, v))
+    config = Config(
+        group=padded,
+        head_dim=head_dim,
+        page=plan.page_size,
+        block=plan.block,
+        num_ctas=min(tuning.num_ctas or _num_sms(), plan.tiles.shape[0]),
+        scale=scale,
+        soft_cap=soft_cap,
+        window=plan.window,
+        interpreted=interpret is not None,
+        tuning=tuning,
+    )
+
+    def chunk_prefill(*refs):  # the name that profiles show
+        kernel_body(config, pool.dtype, *refs)
+
+    kernel = plgpu.kernel(
+        chunk_prefill,
+        out_type=[
+            jax.ShapeDtypeStruct(rows.shape, q.dtype),
+            jax.ShapeDtypeStruct(rows.shape[:2], f32),
+        ],
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=tuning.warpgroups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    out, lse = kernel(plan.tiles, plan.count, plan.table, rows, k, v, pool)
+    out, lse = out.reshape(-1, heads, padded, head_dim), lse.reshape(-1, heads, padded)
+    return out[:tokens, :, :group], lse[:tokens, :, :group]
+
+
+def _num_sms() -> int:
+    """SMs of the default GPU; 132 (Hopper SXM) where there is none."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132

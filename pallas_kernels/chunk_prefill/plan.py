@@ -1,0 +1,156 @@
+"""How the work of a prefill chunk is divided: tiles of queries, each with the list of blocks of entries that it attends to.
+
+A tile is `positions` consecutive tokens of one request, with all G queries of one KV head. Its blocks of entries are, in this
+order, those that need a mask (the diagonal of the chunk, the far edge of a sliding window, the history's last partial block)
+and those that do not (the rest of the history, then of the chunk). Tiles are ordered by falling work and dealt to the CTAs
+back and forth. All of it is a few array operations on the device.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Columns of `ChunkPlan.tiles`
+ROW, END, SEGMENT, HEAD = range(4)  # first query row, the row after its request's last, the request's first row
+LENGTH, OFFSET, COLUMN = range(4, 7)  # of the head's history: entries, place in the flat tables, column in the page
+MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on the diagonal
+CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
+TILE_COLUMNS = 16
+ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
+
+SORTED_BY_COUNTING = 4096  # up to so many tiles, comparing all pairs is faster than a sort
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """The division of one chunk's attention in one layer."""
+
+    tiles: jax.Array  # i32[n, TILE_COLUMNS], by falling work
+    count: jax.Array  # i32[1]: how many of them have any
+    table: jax.Array  # i32[rows * R]
+    starts: jax.Array  # i32[B]
+    sizes: jax.Array  # i32[B]
+    heads: jax.Array  # i32[B, K, 3]: length, offset, column; for the reference
+    page_size: int = dataclasses.field(metadata={"static": True})
+    positions: int = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+
+
+def plan_chunk(
+    lengths: jax.Array,
+    table: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
+    *,
+    num_tokens: int,
+    page_size: int,
+    positions: int,
+    block: int,
+    starts: jax.Array | None = None,
+    sizes: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    window: int | None = None,
+) -> ChunkPlan:
+    """Divides the attention of a chunk in one layer.
+
+    Args:
+      lengths: i32[B, K] history entries of each KV head. 0 or less: none.
+      table: i32[rows, R] flat rows of page numbers.
+      first: i32[K] position of each head's pages in a table row.
+      column: i32[K] column of each head within its pages.
+      num_tokens: T, rows of the packed chunk.
+      page_size: entries in a page.
+      positions, block: tokens of a tile and entries of a step, from the tuning.
+      starts: i32[B] row where each request's tokens begin, a multiple of 8; increasing.
+      sizes: i32[B] tokens of each request. Without both: B requests of equal size, one after the other.
+      rows: i32[B] table row of each request; `arange(B)` if None.
+      window: a query sees the `window` last tokens of its chunk, itself included. All of the history is visible.
+    """
+    batch, heads = lengths.shape
+    i32 = jnp.int32
+    length = jnp.maximum(lengths.astype(i32), 0)
+    table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
+    offset = table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None]
+    columns = jnp.broadcast_to(jnp.asarray(column, i32)[None], (batch, heads))
+    if starts is None or sizes is None:
+        if num_tokens % batch or (batch > 1 and num_tokens // batch % ALIGN):
+            raise ValueError(f"{num_tokens} rows are no {batch} requests of a multiple of {ALIGN}: give starts and sizes")
+        starts = np.arange(batch, dtype=np.int32) * (num_tokens // batch)
+        sizes = np.full(batch, num_tokens // batch, np.int32)
+    starts, sizes = jnp.asarray(starts, i32), jnp.asarray(sizes, i32)
+
+    # Blocks of queries of all requests in a line; a request's last one may be partial.
+    per_request = -(-sizes // positions)
+    stop = jnp.cumsum(per_request, dtype=i32)
+    num_blocks = -(-num_tokens // positions) + batch - 1
+    number = np.arange(num_blocks, dtype=np.int32)
+    request = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
+    begin = (stop - per_request)[request]
+    there = number < stop[-1]
+    segment = starts[request]
+    at = (number - begin) * positions  # of the tile's first query within its request
+    last = at + positions - 1
+    chunk_last = last // block
+    diagonal = (at + 1) // block  # the first block that some query sees in part
+    chunk_first = jnp.zeros_like(at)
+    chunk_free = chunk_first
+    if window is not None:
+        chunk_first = jnp.maximum(at - window + 1, 0) // block
+        chunk_free = jnp.clip((last - window) // block + 1, 0, diagonal)
+        chunk_free = jnp.maximum(chunk_free, chunk_first)
+    num_diagonal = chunk_last - diagonal + 1
+    masked = num_diagonal + (chunk_free - chunk_first)
+    free = diagonal - chunk_free
+
+    def by_tile(x: jax.Array) -> jax.Array:  # [blocks] -> [blocks, K]
+        return jnp.broadcast_to(x[:, None], (num_blocks, heads))
+
+    entries = length[request]  # [blocks, K]
+    masked = by_tile(masked) + (entries % block > 0)
+    free = by_tile(free) + entries // block
+    work = jnp.where(there[:, None], masked + free, 0).reshape(-1)
+    head = np.broadcast_to(np.arange(heads, dtype=np.int32), (num_blocks, heads))
+    values = {
+        ROW: by_tile(segment + at),
+        END: by_tile(segment + sizes[request]),
+        SEGMENT: by_tile(segment),
+        HEAD: head,
+        LENGTH: entries,
+        OFFSET: offset[request],
+        COLUMN: columns[request],
+        MASKED: masked,
+        FREE: free,
+        DIAGONAL: by_tile(num_diagonal),
+        CHUNK_LAST: by_tile(chunk_last),
+        CHUNK_FIRST: by_tile(chunk_first),
+        CHUNK_FREE: by_tile(chunk_free),
+    }
+    nothing = jnp.zeros((num_blocks, heads), i32)
+    tiles = jnp.stack([values.get(c, nothing) for c in range(TILE_COLUMNS)], axis=-1).reshape(-1, TILE_COLUMNS)
+    return ChunkPlan(
+        tiles=_by_falling(work, tiles),
+        count=(stop[-1:] * heads).astype(i32),
+        table=table.reshape(-1),
+        starts=starts,
+        sizes=sizes,
+        heads=jnp.stack([length, offset, columns], axis=-1),
+        page_size=page_size,
+        positions=positions,
+        block=block,
+        window=window,
+    )
+
+
+def _by_falling(work: jax.Array, tiles: jax.Array) -> jax.Array:
+    """Rows of `tiles` by falling work; rows of equal work keep their order."""
+    n = work.shape[0]
+    if n > SORTED_BY_COUNTING:
+        return tiles[jnp.argsort(-work, stable=True)]
+    number = np.arange(n, dtype=np.int32)
+    before = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & (number[None] < number[:, None]))
+    place = before.sum(1, dtype=jnp.int32)
+    return jnp.zeros_like(tiles).at[place].set(tiles, unique_indices=True, mode="promise_in_bounds")

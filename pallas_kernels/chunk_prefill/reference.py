@@ -1,0 +1,60 @@
+"""Chunk prefill attention in plain XLA: any backend, any shape; the definition that the kernel is held to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.chunk_prefill.plan import ChunkPlan
+
+
+def chunk_prefill_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    plan: ChunkPlan,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    max_length: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.chunk_prefill.chunk_prefill`; float32 arithmetic, [B, K, T, G, S] scores in memory.
+
+    `max_length` bounds the entries of one head (by default what the table could hold). Rows of no request give 0 and -inf.
+    """
+    tokens = q.shape[0]
+    page = pool.shape[3]
+    batch, heads, _ = plan.heads.shape
+    length, offset, column = (plan.heads[..., c] for c in range(3))
+    entries = plan.table.size // batch * page if max_length is None else max_length
+    num_pages = -(-entries // page)
+    at = jnp.arange(num_pages)
+    pages = plan.table[jnp.minimum(offset[..., None] + at, plan.table.size - 1)]  # [B, K, pages]
+    pages = jnp.where(at < -(-length[..., None] // page), pages, 0)
+    kv = jnp.moveaxis(pool[pages, :, column[..., None]], 3, 0).astype(jnp.float32)  # [2, B, K, pages, P, D]
+    kv = kv.reshape(2, batch, heads, num_pages * page, -1)
+    q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
+    row = np.arange(tokens)
+    inside = (row >= plan.starts[:, None]) & (row < (plan.starts + plan.sizes)[:, None])  # [B, T]
+    causal = row[:, None] >= row[None]
+    if plan.window is not None:
+        causal &= row[:, None] - row[None] < plan.window
+    chunk_mask = inside[:, :, None] & inside[:, None, :] & causal  # [B, T, T]
+    history_mask = (jnp.arange(num_pages * page) < length[..., None])[:, :, None] & inside[:, None, :, None]
+
+    def logits(keys: jax.Array, mask: jax.Array) -> jax.Array:  # [B, K, S, D], [B, K, T, S] -> [B, T, K, G, S]
+        x = jnp.einsum("tkgd,bksd->btkgs", q32, keys, precision="highest") * scale
+        if soft_cap is not None:
+            x = soft_cap * jnp.tanh(x / soft_cap)
+        return jnp.where(mask.swapaxes(1, 2)[:, :, :, None], x, -jnp.inf)
+
+    own_keys, own_values = (
+        jnp.broadcast_to(x.swapaxes(0, 1), (batch, heads, tokens, x.shape[-1])) for x in (k32, v32)
+    )
+    chunk_mask = jnp.broadcast_to(chunk_mask[:, None], (batch, heads, tokens, tokens))
+    x = jnp.concatenate([logits(kv[0], history_mask), logits(own_keys, chunk_mask)], axis=-1)
+    lse = jax.nn.logsumexp(x, axis=-1)  # [B, T, K, G]; -inf where the row is not the request's
+    weights = jnp.exp(x - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
+    values = jnp.concatenate([kv[1], own_values], axis=2)
+    out = jnp.einsum("btkgs,bksd->tkgd", weights, values, precision="highest")
+    return out.astype(q.dtype), lse.max(0)
