@@ -2,11 +2,11 @@
 
   python -m benchmarks.ragged_decode                 a few minutes on one Hopper GPU
   python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
-  python -m benchmarks.ragged_decode --baselines     also an XLA gather, JAX's Pallas-Triton paged attention, PyTorch SDPA
   python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
 
 Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
+`python -m benchmarks.ragged_decode_baselines` compares with FlashInfer, PyTorch and others.
 "ragged": budgets of heads are lognormal (sigma 0.8) around the retention; "equal": the same bytes, all heads alike.
 """
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_timing import busy_us, cold_kernel_us, read_roof, trace_kernels
+from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
 from pallas_kernels import ragged_decode as rd
 from pallas_kernels.ragged_decode.plan import default_num_shares
 from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
@@ -142,9 +142,7 @@ def kernel_us(x: Inputs, tuning: rd.Tuning = rd.DEFAULT, **how: Any) -> tuple[fl
     return cold_kernel_us(call, (x.q, x.pool, x.plan(**how)), "ragged_decode")
 
 
-def measure(
-    row: Row, roof: float, baselines: bool, divisions: bool, tuning: rd.Tuning = rd.DEFAULT
-) -> dict[str, Any]:
+def measure(row: Row, roof: float, divisions: bool, tuning: rd.Tuning = rd.DEFAULT) -> dict[str, Any]:
     x = make_inputs(row)
     us, least = kernel_us(x, tuning)
     bytes_us = x.kv_bytes / roof / 1e3
@@ -159,10 +157,6 @@ def measure(
     }
     if divisions:
         result |= divided(x)
-    if baselines and x.kv_bytes > 1e8:  # what others need several kernels for is timed with the L2 as it is
-        from benchmarks.ragged_decode_baselines import baseline_us
-
-        result |= baseline_us(x, busy_us)
     return result
 
 
@@ -216,7 +210,6 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--baselines", action="store_true")
     parser.add_argument("--divisions", action="store_true")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
@@ -238,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
             continue
-        results.append(measure(row, roof, options.baselines, options.divisions))
+        results.append(measure(row, roof, options.divisions))
         print(".", end="", file=sys.stderr, flush=True)
     show(results)
     if options.csv:
