@@ -1,0 +1,325 @@
+"""Figures 4c and 13 of the TANGRAM paper on this GPU, beside the paper's own figures.
+
+  python -m benchmarks.paper_figures --out FILE        measure, write FILE (JSON), draw docs/figure_4c.png and figure_13.png
+  python -m benchmarks.paper_figures --plot-only FILE  draw what was measured before
+
+4c, the straggler: time of decode attention when heads have skewed budgets, over its time when all heads have equal budgets
+and the same total. Llama-3.1-8B's shape, 32K tokens a request, 25% kept; 1.0 is a division that skew costs nothing.
+
+13, decode attention of one token in all layers: 4 requests of 100K tokens, 25% kept, four ways to divide one kernel's work:
+* planned at run time: equal shares planned on the host for every layer and copied to the device before the layer runs;
+* uniform splits: the same number of CTAs for every head, as many as fill the GPU once;
+* ahead of time: the paper's split map (Algorithm 1), no planning;
+* equal shares: planned on the device, once for all layers; the plan's own kernels are counted.
+Sliding-window layers (Gemma-3, GPT-OSS) hold a window, whole. Host planning is added to the kernels' time: an engine that
+planned a layer while the one before runs would hide part of it, at most the kernels' time.
+
+Budgets are lognormal (sigma 0.8) around the retention, drawn anew for each layer. Kernel times are the profiler's.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import tangram_jax as tj
+from benchmarks.gpu_timing import read_roof, trace_kernels
+from benchmarks.ragged_decode import Row, kernel_us, make_inputs
+from pallas_kernels import ragged_decode as rd
+from pallas_kernels.ragged_decode.plan import default_num_shares
+from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
+
+REQUESTS = (1, 2, 4, 8, 16, 32)
+RETENTION, SIGMA, PAGE = 0.25, 0.8, 64
+BATCH, CONTEXT = 4, 102_400
+
+# TANGRAM, Figures 4c and 13, on an A100-80GB.
+PAPER_STRAGGLER = (1.4, 1.7)
+PAPER_MS = {  # planned at run time, uniform splits, ahead of time
+    "Llama-3.1-8B": (13.3, 9.1, 5.5),
+    "Qwen3-4B": (11.5, 7.9, 5.7),
+    "Gemma-3-12B": (22.0, 19.6, 18.5),
+    "GPT-OSS-20B": (10.5, 8.6, 7.6),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How many layers a model has; every `period`-th attends to everything, the others to a window."""
+
+    count: int
+    period: int = 1
+    window: int = 0
+
+    def is_full(self, layer: int) -> bool:
+        return layer % self.period == self.period - 1
+
+
+MODELS = {
+    "Llama-3.1-8B": Layers(32),
+    "Qwen3-4B": Layers(36),
+    "Gemma-3-12B": Layers(48, period=6, window=1024),
+    "GPT-OSS-20B": Layers(24, period=2, window=128),
+    "Qwen3-30B-A3B": Layers(48),
+}
+
+
+# Figure 4c
+
+
+def uniform_splits(items: int) -> int:
+    """Parts of each (request, head) that fill the GPU about once."""
+    return max(1, round(default_num_shares() / items))
+
+
+def straggler(requests: int, with_flashinfer: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"requests": requests}
+    for skew in ("ragged", "equal"):
+        x = make_inputs(Row("Llama-3.1-8B", requests, 32_768, RETENTION, skew, PAGE))
+        ctas = max(1, default_num_shares() // requests)
+        ways: dict[str, dict[str, Any]] = {
+            "uniform splits": {"splits": uniform_splits(x.lengths.size)},
+            "split map": {"splits": tj.split_map(x.lengths.mean(axis=0), ctas, 1)},
+            "equal shares": {},
+        }
+        times = {name: kernel_us(x, **how)[0] for name, how in ways.items()}
+        if with_flashinfer:
+            from benchmarks.ragged_decode_baselines import FlashInfer, torch_busy_us
+
+            times["FlashInfer"] = torch_busy_us(FlashInfer.by_head(x))
+        result |= {"MB": x.kv_bytes / 1e6, skew: times}
+    return result
+
+
+# Figure 13
+
+
+@dataclasses.dataclass
+class Step:
+    """Decode attention of all layers: arguments of `plan_decode` and of the kernel."""
+
+    shape: Shape
+    layers: int
+    budgets: np.ndarray  # f32[L, K]
+    lengths: np.ndarray  # i32[B, L * K]
+    first: np.ndarray  # i32[L * K]
+    table: np.ndarray  # i32[B, R]
+    pool: jax.Array
+    q: jax.Array
+    options: dict[str, Any]
+
+    def plan(self, **how: Any) -> rd.DecodePlan:
+        make = jax.jit(
+            lambda lengths, table: rd.plan_decode(
+                lengths, table, self.first, np.zeros_like(self.first),
+                page_size=PAGE, num_layers=self.layers, **how,
+            )
+        )  # fmt: skip
+        return make(self.lengths, self.table)
+
+    def attend(self, q: jax.Array, pool: jax.Array, plan: rd.DecodePlan) -> jax.Array:
+        return rd.ragged_decode(q, pool, plan, scale=self.shape.head_dim**-0.5, **self.options)[0]
+
+
+def make_step(model: str, batch: int = BATCH, context: int = CONTEXT) -> Step:
+    """Random budgets, pages in random order, one head per page."""
+    shape, layers = SHAPES[model], MODELS[model]
+    heads = shape.num_kv_heads
+    rng = np.random.default_rng(0)
+    budgets = rng.lognormal(0.0, SIGMA, size=(layers.count, heads))
+    for _ in range(20):  # each layer's mean after capping at 1 is the retention
+        budgets = np.minimum(budgets * RETENTION / budgets.mean(axis=1, keepdims=True), 1.0)
+    for layer in range(layers.count):
+        if not layers.is_full(layer):
+            budgets[layer] = min(1.0, layers.window / context)
+    kept = np.ceil(budgets.reshape(-1) * context - 1e-6).astype(np.int32)
+    pages = -(-kept // PAGE)
+    first = np.concatenate([[0], np.cumsum(pages)[:-1]]).astype(np.int32)
+    num_pages = batch * int(pages.sum())
+    table = rng.permutation(num_pages).astype(np.int32).reshape(batch, -1)
+    pool_shape = (num_pages, 2, 1, PAGE, shape.head_dim)
+    bits = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, jnp.uint16))()
+    # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
+    pool = jax.jit(lambda x: lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0)(
+        bits
+    )
+    q = jax.random.normal(jax.random.PRNGKey(1), (batch, heads, shape.group, shape.head_dim), jnp.bfloat16)
+    options = {"sinks": jnp.ones((heads, shape.group))} if shape.sinks else {}
+    return Step(shape, layers.count, budgets, np.tile(kept, (batch, 1)), first, table, pool, q, options)
+
+
+def kernels_ms(run: Callable[[], Any], name: str = "", calls: int = 3) -> float:
+    """Mean time of the kernels of a call whose names contain `name`."""
+    jax.block_until_ready(run())
+    kernels = trace_kernels(lambda: [run() for _ in range(calls)])
+    return sum(sum(times) for key, times in kernels.items() if name in key) / calls / 1e3
+
+
+def step_ms(x: Step, **how: Any) -> float:
+    """The attention kernels of all layers, one after the other."""
+
+    @jax.jit
+    def run(q: jax.Array, pool: jax.Array, plan: rd.DecodePlan) -> jax.Array:
+        def layer(q: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            return x.attend(q, pool, plan.layer(index)), None
+
+        return lax.scan(layer, q, jnp.arange(x.layers))[0]
+
+    plan = x.plan(**how)
+    return kernels_ms(lambda: run(x.q, x.pool, plan), "ragged_decode")
+
+
+def device_plan_ms(x: Step) -> float:
+    make = jax.jit(
+        lambda lengths, table: rd.plan_decode(
+            lengths, table, x.first, np.zeros_like(x.first), page_size=PAGE, num_layers=x.layers
+        )
+    )
+    lengths, table = jnp.asarray(x.lengths), jnp.asarray(x.table)
+    return kernels_ms(lambda: make(lengths, table))
+
+
+def host_plan_ms(x: Step) -> float:
+    """Plans of all layers, each made by compiled code on the host and copied to the device; the median of five steps."""
+    cpu, gpu = jax.devices("cpu")[0], jax.devices()[0]
+    heads = x.shape.num_kv_heads
+
+    @jax.jit
+    def make(lengths: jax.Array, first: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        plan = rd.plan_decode(lengths, table, first, np.zeros(heads, np.int32), page_size=PAGE)
+        return plan.shares, plan.items
+
+    table = jax.device_put(x.table, cpu)
+    times = []
+    for _ in range(6):  # the first one compiles
+        began = time.perf_counter()
+        for layer in range(x.layers):
+            of = slice(layer * heads, (layer + 1) * heads)
+            made = make(*jax.device_put((x.lengths[:, of], x.first[of]), cpu), table)
+            jax.block_until_ready(jax.device_put(made, gpu))
+        times.append((time.perf_counter() - began) * 1e3)
+    return float(np.median(times[1:]))
+
+
+def figure_13(model: str) -> dict[str, Any]:
+    x = make_step(model)
+    shares = step_ms(x)
+    ctas = max(x.shape.num_kv_heads, default_num_shares() // BATCH)
+    return {
+        "model": model,
+        "GB": int(x.lengths.sum()) * 4 * x.shape.head_dim / 1e9,
+        "uniform splits": step_ms(x, splits=uniform_splits(BATCH * x.shape.num_kv_heads)),
+        "split map": step_ms(x, splits=tj.split_map(x.budgets, ctas, 1).reshape(-1)),
+        "equal shares": shares,
+        "plan on device": device_plan_ms(x),
+        "plan on host": host_plan_ms(x),
+    }
+
+
+# Plots
+
+
+def plot_4c(rows: list[dict[str, Any]], device: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    requests = [row["requests"] for row in rows]
+    axes.axhspan(*PAPER_STRAGGLER, color="0.9", label="uniform splits in the paper (A100)")
+    styles = {"uniform splits": "C3o-", "split map": "C1s-", "FlashInfer": "C4^--", "equal shares": "C0D-"}
+    for name, style in styles.items():
+        if name in rows[0]["ragged"]:
+            ratios = [row["ragged"][name] / row["equal"][name] for row in rows]
+            label = {"equal shares": "equal shares (default)"}.get(name, name)
+            axes.plot(requests, ratios, style, label=label)
+    axes.axhline(1.0, color="0.5", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(requests, [str(n) for n in requests])
+    axes.set_xlabel("requests of 32K tokens, 25% of the KV cache kept")
+    axes.set_ylabel("time with skewed budgets / with equal ones")
+    axes.set_title(f"Decode attention, cost of skewed heads at equal KV ({device})", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def plot_13(rows: list[dict[str, Any]], device: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.0, 4.2))
+    at = np.arange(len(rows))
+    bars = (
+        ("planned at run time on the host", "equal shares", "plan on host", "C7"),
+        ("uniform splits", "uniform splits", None, "C3"),
+        ("split map, ahead of time", "split map", None, "C1"),
+        ("equal shares, planned once on the device (default)", "equal shares", "plan on device", "C0"),
+    )
+    for place, (label, kernels, plan, color) in enumerate(bars):
+        where = at + (place - 1.5) * 0.2
+        height = np.array([row[kernels] for row in rows])
+        axes.bar(where, height, 0.19, color=color, label=label)
+        if plan is not None:
+            extra = np.array([row[plan] for row in rows])
+            axes.bar(
+                where, extra, 0.19, bottom=height, color=color, alpha=0.45, hatch="///", edgecolor="white"
+            )
+        marks = [(w, PAPER_MS[row["model"]][place]) for w, row in zip(where, rows, strict=True)
+                 if place < 3 and row["model"] in PAPER_MS]  # fmt: skip
+        axes.plot(*zip(*marks, strict=True), "k_", markersize=9, label="_") if marks else None
+    axes.plot([], [], "k_", markersize=9, label="the paper's, on an A100-80GB")
+    axes.bar([0], [0], color="0.6", alpha=0.45, hatch="///", edgecolor="white", label="of it planning")
+    axes.set_xticks(at, [row["model"] for row in rows])
+    axes.set_ylabel("decode attention of a step, all layers (ms)")
+    axes.set_title(f"{BATCH} requests of 100K tokens, 25% kept ({device})", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="measure, and write the figures' numbers there")
+    what.add_argument("--plot-only", type=Path, metavar="FILE", help="draw from such a file")
+    parser.add_argument("--folder", type=Path, default=Path("docs"), help="of the pictures (default docs)")
+    options = parser.parse_args(argv)
+    if options.plot_only:
+        data = json.loads(options.plot_only.read_text())
+    else:
+        from benchmarks.ragged_decode_baselines import installed
+
+        flashinfer = installed("torch") and installed("flashinfer")
+        data = {"device": jax.devices()[0].device_kind, "roof_GBps": read_roof()}
+        print(data, flush=True)
+        for name, cases, measure in (
+            ("figure_13", MODELS, figure_13),
+            ("figure_4c", REQUESTS, lambda n: straggler(n, flashinfer)),
+        ):
+            data[name] = []
+            for case in cases:
+                data[name].append(measure(case))  # type: ignore[operator]
+                print(json.dumps(data[name][-1]), flush=True)
+                options.out.write_text(json.dumps(data, indent=1))
+    if data.get("figure_4c"):
+        plot_4c(data["figure_4c"], data["device"], options.folder / "figure_4c.png")
+    if data.get("figure_13"):
+        plot_13(data["figure_13"], data["device"], options.folder / "figure_13.png")
+
+
+if __name__ == "__main__":
+    main()
