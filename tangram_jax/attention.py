@@ -123,11 +123,11 @@ def chunk_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's queries over the row's entries (all visible) and over the chunk (causal).
 
-    q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out f32[T, K, G, D], natural log-sum-exp f32[T, K, G]).
-    Rows past the chunk's valid tokens give finite values without meaning.
+    q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out [T, K, G, D] in float32 or q's dtype, natural log-sum-exp
+    f32[T, K, G]). Rows past the chunk's valid tokens give finite values without meaning.
 
-    On a GPU cuDNN does it where it can. Elsewhere head by head: each walks over as many entries as it holds, and plain
-    matrix products take half the time of batched ones on a CPU.
+    On a GPU our kernel or cuDNN does it where they can. Elsewhere head by head: each walks over as many entries as it
+    holds, and plain matrix products take half the time of batched ones on a CPU.
     """
     if gpu_attention.chunk_supported(q, pages.pool):
         return gpu_attention.chunk_attention(q, k, v, pages, scale)

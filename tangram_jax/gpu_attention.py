@@ -1,8 +1,9 @@
-"""Attention of one layer on an NVIDIA GPU: our decode kernel, and for chunks a composition around cuDNN.
+"""Attention of one layer on an NVIDIA GPU: our kernels, and for chunks that they do not take a composition around cuDNN.
 
 `attention.py` has the same operations for any backend and decides which one runs.
 """
 
+import logging
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ import numpy as np
 from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
-from pallas_kernels import ragged_decode
+from pallas_kernels import chunk_prefill, ragged_decode
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
 PART = 8192  # history entries of each head that are gathered at a time
 CUDNN_HEAD_DIMS = (64, 128, 256)
+
+log = logging.getLogger("tangram")
 
 
 def chunk_supported(q: jax.Array, pool: jax.Array) -> bool:
@@ -32,6 +35,28 @@ def chunk_supported(q: jax.Array, pool: jax.Array) -> bool:
 
 
 def chunk_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `attention.chunk_attention`. Our kernel where it is faster, else the composition."""
+    try:
+        chunk_prefill.check_supported(q.shape, q.dtype, pages.pool.shape, pages.pool.dtype)
+    except NotImplementedError as reason:
+        log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
+        return chunk_composition(q, k, v, pages, scale)
+    if not chunk_prefill.preferred(q.shape[2]):
+        return chunk_composition(q, k, v, pages, scale)
+    plan = chunk_prefill.plan_chunk(
+        pages.lengths,
+        pages.table,
+        pages.first,
+        pages.column,
+        q_shape=q.shape,
+        page_size=pages.pool.shape[3],
+    )
+    return chunk_prefill.chunk_prefill(q, k, v, pages.pool, plan, scale=scale)
+
+
+def chunk_composition(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `attention.chunk_attention`. cuDNN takes ragged history if each KV head is a row of a batch.

@@ -1,11 +1,12 @@
 """Chunk prefill attention: a chunk's queries over a ragged paged history and over the chunk itself, in one pass."""
 
 import jax
+import numpy as np
 
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning, preferred
 
 __all__ = [
     "DEFAULT",
@@ -15,6 +16,7 @@ __all__ = [
     "chunk_prefill",
     "chunk_prefill_reference",
     "plan_chunk",
+    "preferred",
 ]
 
 HEAD_DIMS = (64, 128, 256)
@@ -22,26 +24,93 @@ PAGE_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
 
 
+def chunk_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    plan: ChunkPlan,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    tuning: Tuning = DEFAULT,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a chunk's queries over each KV head's history, all of it visible, and over the chunk, causally.
+
+    Several requests' chunks may lie in the T rows one after another. Order among a head's history entries does not matter,
+    so a sliding window kept as a ring needs nothing special.
+
+    Args:
+      q: [T, K, G, D] queries after RoPE, bfloat16 or float16.
+      k, v: [T, K, D] keys and values of the chunk, of the same dtype.
+      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
+      plan: `plan_chunk(...)` with the same q_shape and tuning: where the requests begin, where their history is, the window.
+      scale: positive factor of the products q . k.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
+      tuning: the chip's record.
+
+    Returns:
+      out [T, K, G, D] in q's dtype, and lse f32[T, K, G], the natural log-sum-exp of all logits. Rows of no request are not
+      written.
+
+    Raises:
+      NotImplementedError: naming what the kernel does not support; `chunk_prefill_reference` takes the same arguments.
+    """
+    check_supported(q.shape, q.dtype, pool.shape, pool.dtype)
+    from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
+
+    return chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=scale, soft_cap=soft_cap, tuning=tuning)
+
+
 def plan_chunk(
     lengths: jax.Array,
     table: jax.Array,
-    first: jax.Array,
-    column: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
     *,
     q_shape: tuple[int, ...],
     page_size: int,
-    starts: jax.Array | None = None,
-    sizes: jax.Array | None = None,
+    starts: jax.Array | np.ndarray | None = None,
+    sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
     tuning: Tuning = DEFAULT,
 ) -> ChunkPlan:
     """See `plan.plan_chunk`; the sizes of tiles and steps follow from q_shape (T, K, G, D) and the tuning."""
-    from pallas_kernels.chunk_prefill.kernel import tile_positions
-
     tokens, _, group, head_dim = q_shape
     return _plan_chunk(
         lengths, table, first, column,
-        num_tokens=tokens, page_size=page_size, positions=tile_positions(group, tuning.warpgroups),
-        block=tuning.block(head_dim), starts=starts, sizes=sizes, rows=rows, window=window,
+        num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),
+        starts=starts, sizes=sizes, rows=rows, window=window,
     )  # fmt: skip
+
+
+def check_supported(
+    q_shape: tuple[int, ...],
+    q_dtype: jax.typing.DTypeLike,
+    pool_shape: tuple[int, ...],
+    pool_dtype: jax.typing.DTypeLike,
+    *,
+    device: jax.Device | None = None,
+) -> None:
+    """Raises NotImplementedError, naming the feature, where `chunk_prefill` has no kernel. q_shape (T, K, G, D)."""
+    group, head_dim = q_shape[2], q_shape[3]
+    page_size = pool_shape[3]
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
+    if group > MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes up to {MAX_GROUP}")
+    if page_size not in PAGE_SIZES:
+        raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
+    if pool_dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
+    if q_dtype != pool_dtype:
+        raise NotImplementedError(
+            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
+        )
+    device = jax.devices()[0] if device is None else device
+    if device.platform != "gpu":
+        raise NotImplementedError(f"platform {device.platform}: the kernel runs on NVIDIA Hopper GPUs")
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != "9.0":
+        raise NotImplementedError(f"compute capability {capability}: the kernel runs on 9.0 (Hopper)")

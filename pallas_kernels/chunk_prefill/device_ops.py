@@ -24,10 +24,8 @@ def _place(r: Any, row: Any, column: Any, positions: int) -> tuple[Any, Any, Any
     return t, arith.addi(row, t), arith.addi(column, arith.divui(r, size))
 
 
-def store_rows(
-    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int
-) -> None:
-    """Stores [64, D] registers (WGMMA layout) to dst [T, H, D]: row g * positions + t to [row + t, column + g], t < there."""
+def store_rows(value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int) -> None:
+    """Stores [64, D] (WGMMA layout) to dst [T, H, D]: row g * positions + t to [row + t, column + g], where t < there."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR))
     def run(ctx: Any, value: Any, dst: Any, row: Any, column: Any, there: Any) -> None:
@@ -49,9 +47,7 @@ def store_rows(
     run(value, dst, row, column, there)
 
 
-def store_values(
-    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int
-) -> None:
+def store_values(value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int) -> None:
     """The same for one value per row: f32[64] (reduced WGMMA layout) to dst [T, H]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), SCALAR, SCALAR, SCALAR))

@@ -8,9 +8,10 @@ import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.chunk_prefill.kernel import Config, kernel_body
+from pallas_kernels.chunk_prefill.common import Config
+from pallas_kernels.chunk_prefill.kernel import kernel_body
 from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning, padded_group
 
 f32 = jnp.float32
 
@@ -39,7 +40,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
     tokens, heads, group, head_dim = q.shape
-    padded = 1 << (group - 1).bit_length()
+    padded = padded_group(group)
     more = -tokens % ALIGN
     rows = jnp.pad(q, ((0, more), (0, 0), (0, padded - group), (0, 0)))
     rows = rows.reshape(tokens + more, heads * padded, head_dim)

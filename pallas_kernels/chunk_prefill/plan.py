@@ -1,20 +1,25 @@
-"""How the work of a prefill chunk is divided: tiles of queries, each with the list of blocks of entries that it attends to.
+"""How the work of a prefill chunk is divided: tiles of queries, each with the blocks of entries that it attends to.
 
-A tile is `positions` consecutive tokens of one request, with all G queries of one KV head. Its blocks of entries are, in this
-order, those that need a mask (the diagonal of the chunk, the far edge of a sliding window, the history's last partial block)
+A tile is `positions` consecutive tokens of one request, with all G queries of one KV head. Its blocks are, in this order,
+those that need a mask (the diagonal of the chunk, the far edge of a sliding window, the history's last partial block)
 and those that do not (the rest of the history, then of the chunk). Tiles are ordered by falling work and dealt to the CTAs
 back and forth. All of it is a few array operations on the device.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 # Columns of `ChunkPlan.tiles`
-ROW, END, SEGMENT, HEAD = range(4)  # first query row, the row after its request's last, the request's first row
-LENGTH, OFFSET, COLUMN = range(4, 7)  # of the head's history: entries, place in the flat tables, column in the page
+ROW, END, SEGMENT, HEAD = range(
+    4
+)  # first query row, the row after its request's last, the request's first row
+LENGTH, OFFSET, COLUMN = range(
+    4, 7
+)  # of the head's history: entries, place in the flat tables, column in the page
 MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on the diagonal
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
 TILE_COLUMNS = 16
@@ -50,8 +55,8 @@ def plan_chunk(
     page_size: int,
     positions: int,
     block: int,
-    starts: jax.Array | None = None,
-    sizes: jax.Array | None = None,
+    starts: jax.Array | np.ndarray | None = None,
+    sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
 ) -> ChunkPlan:
@@ -76,45 +81,53 @@ def plan_chunk(
     table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
     offset = table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None]
     columns = jnp.broadcast_to(jnp.asarray(column, i32)[None], (batch, heads))
+    xp: Any = jnp  # where the sizes are known, so is most of the plan
     if starts is None or sizes is None:
         if num_tokens % batch or (batch > 1 and num_tokens // batch % ALIGN):
-            raise ValueError(f"{num_tokens} rows are no {batch} requests of a multiple of {ALIGN}: give starts and sizes")
+            raise ValueError(
+                f"{num_tokens} rows are no {batch} requests of a multiple of {ALIGN}: give starts and sizes"
+            )
         starts = np.arange(batch, dtype=np.int32) * (num_tokens // batch)
         sizes = np.full(batch, num_tokens // batch, np.int32)
-    starts, sizes = jnp.asarray(starts, i32), jnp.asarray(sizes, i32)
+        xp = np
+    starts, sizes = xp.asarray(starts, i32), xp.asarray(sizes, i32)
 
     # Blocks of queries of all requests in a line; a request's last one may be partial.
     per_request = -(-sizes // positions)
-    stop = jnp.cumsum(per_request, dtype=i32)
-    num_blocks = -(-num_tokens // positions) + batch - 1
+    stop = xp.cumsum(per_request, dtype=i32)
+    num_blocks = -(-num_tokens // positions) + batch - 1 if xp is jnp else int(stop[-1])
     number = np.arange(num_blocks, dtype=np.int32)
-    request = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
-    begin = (stop - per_request)[request]
+    request = xp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
     there = number < stop[-1]
     segment = starts[request]
-    at = (number - begin) * positions  # of the tile's first query within its request
+    at = (number - (stop - per_request)[request]) * positions  # of the tile's first query within its request
     last = at + positions - 1
     chunk_last = last // block
     diagonal = (at + 1) // block  # the first block that some query sees in part
-    chunk_first = jnp.zeros_like(at)
+    chunk_first = xp.zeros_like(at)
     chunk_free = chunk_first
     if window is not None:
-        chunk_first = jnp.maximum(at - window + 1, 0) // block
-        chunk_free = jnp.clip((last - window) // block + 1, 0, diagonal)
-        chunk_free = jnp.maximum(chunk_free, chunk_first)
+        chunk_first = xp.maximum(at - window + 1, 0) // block
+        chunk_free = xp.clip((last - window) // block + 1, 0, diagonal)
+        chunk_free = xp.maximum(chunk_free, chunk_first)
     num_diagonal = chunk_last - diagonal + 1
     masked = num_diagonal + (chunk_free - chunk_first)
     free = diagonal - chunk_free
+    own_work = xp.where(there, masked + free, 0)  # blocks of the chunk
 
     def by_tile(x: jax.Array) -> jax.Array:  # [blocks] -> [blocks, K]
         return jnp.broadcast_to(x[:, None], (num_blocks, heads))
 
     entries = length[request]  # [blocks, K]
+    history_work = -(-length // block)
     masked = by_tile(masked) + (entries % block > 0)
     free = by_tile(free) + entries // block
-    work = jnp.where(there[:, None], masked + free, 0).reshape(-1)
+    if xp is np and batch == 1:
+        place = _places(own_work, history_work[0])
+    else:
+        place = _places_by_pairs(by_tile(own_work) + jnp.where(there[:, None], history_work[request], 0))
     head = np.broadcast_to(np.arange(heads, dtype=np.int32), (num_blocks, heads))
-    values = {
+    values: dict[int, Any] = {
         ROW: by_tile(segment + at),
         END: by_tile(segment + sizes[request]),
         SEGMENT: by_tile(segment),
@@ -130,13 +143,15 @@ def plan_chunk(
         CHUNK_FREE: by_tile(chunk_free),
     }
     nothing = jnp.zeros((num_blocks, heads), i32)
-    tiles = jnp.stack([values.get(c, nothing) for c in range(TILE_COLUMNS)], axis=-1).reshape(-1, TILE_COLUMNS)
+    tiles = jnp.stack([values.get(c, nothing) for c in range(TILE_COLUMNS)], axis=-1).reshape(
+        -1, TILE_COLUMNS
+    )
     return ChunkPlan(
-        tiles=_by_falling(work, tiles),
-        count=(stop[-1:] * heads).astype(i32),
+        tiles=jnp.zeros_like(tiles).at[place].set(tiles, unique_indices=True, mode="promise_in_bounds"),
+        count=jnp.asarray(stop[-1:] * heads, i32),
         table=table.reshape(-1),
-        starts=starts,
-        sizes=sizes,
+        starts=jnp.asarray(starts),
+        sizes=jnp.asarray(sizes),
         heads=jnp.stack([length, offset, columns], axis=-1),
         page_size=page_size,
         positions=positions,
@@ -145,12 +160,29 @@ def plan_chunk(
     )
 
 
-def _by_falling(work: jax.Array, tiles: jax.Array) -> jax.Array:
-    """Rows of `tiles` by falling work; rows of equal work keep their order."""
-    n = work.shape[0]
-    if n > SORTED_BY_COUNTING:
-        return tiles[jnp.argsort(-work, stable=True)]
-    number = np.arange(n, dtype=np.int32)
+def _places(own: np.ndarray, history: jax.Array) -> jax.Array:
+    """i32[blocks * K]: place of each tile by falling work, own[block] + history[head], without a sort."""
+    most = int(own.max(initial=0))
+    values = np.arange(-1, most + 2)
+    more = jnp.asarray(
+        (own[None] > values[:, None]).sum(1), jnp.int32
+    )  # blocks of a head whose own work is larger
+    equal = jnp.asarray((own[None] == values[:, None]).sum(1), jnp.int32)
+    work = own[:, None, None] + history[None, :, None]
+    at = jnp.clip(work - history[None, None], -1, most + 1) + 1  # [blocks, K, other heads]
+    heads = np.arange(history.shape[0])
+    ties = jnp.where(heads[:, None] > heads[None], equal[at], 0)
+    block = np.arange(own.shape[0])
+    earlier = ((own[:, None] == own[None]) & (block[:, None] > block[None])).sum(1, dtype=np.int32)
+    return ((more[at] + ties).sum(2, dtype=jnp.int32) + earlier[:, None]).reshape(-1)
+
+
+def _places_by_pairs(work: jax.Array) -> jax.Array:
+    """The same for any work."""
+    work = work.reshape(-1)
+    number = np.arange(work.shape[0], dtype=np.int32)
+    if work.shape[0] > SORTED_BY_COUNTING:
+        order = jnp.argsort(-work, stable=True)
+        return jnp.zeros_like(order).at[order].set(number)
     before = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & (number[None] < number[:, None]))
-    place = before.sum(1, dtype=jnp.int32)
-    return jnp.zeros_like(tiles).at[place].set(tiles, unique_indices=True, mode="promise_in_bounds")
+    return jax.lax.optimization_barrier(before.sum(1, dtype=jnp.int32))

@@ -39,20 +39,22 @@ def chunk_prefill_reference(
     causal = row[:, None] >= row[None]
     if plan.window is not None:
         causal &= row[:, None] - row[None] < plan.window
-    chunk_mask = inside[:, :, None] & inside[:, None, :] & causal  # [B, T, T]
+    chunk_mask = jnp.asarray(inside[:, :, None] & inside[:, None, :] & causal)  # [B, T, T]
     history_mask = (jnp.arange(num_pages * page) < length[..., None])[:, :, None] & inside[:, None, :, None]
 
-    def logits(keys: jax.Array, mask: jax.Array) -> jax.Array:  # [B, K, S, D], [B, K, T, S] -> [B, T, K, G, S]
+    def logits(
+        keys: jax.Array, mask: jax.Array
+    ) -> jax.Array:  # [B, K, S, D], [B, K, T, S] -> [B, T, K, G, S]
         x = jnp.einsum("tkgd,bksd->btkgs", q32, keys, precision="highest") * scale
         if soft_cap is not None:
             x = soft_cap * jnp.tanh(x / soft_cap)
         return jnp.where(mask.swapaxes(1, 2)[:, :, :, None], x, -jnp.inf)
 
+    own_mask = jnp.broadcast_to(chunk_mask[:, None], (batch, heads, tokens, tokens))
     own_keys, own_values = (
         jnp.broadcast_to(x.swapaxes(0, 1), (batch, heads, tokens, x.shape[-1])) for x in (k32, v32)
     )
-    chunk_mask = jnp.broadcast_to(chunk_mask[:, None], (batch, heads, tokens, tokens))
-    x = jnp.concatenate([logits(kv[0], history_mask), logits(own_keys, chunk_mask)], axis=-1)
+    x = jnp.concatenate([logits(kv[0], history_mask), logits(own_keys, own_mask)], axis=-1)
     lse = jax.nn.logsumexp(x, axis=-1)  # [B, T, K, G]; -inf where the row is not the request's
     weights = jnp.exp(x - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
     values = jnp.concatenate([kv[1], own_values], axis=2)

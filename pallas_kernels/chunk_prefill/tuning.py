@@ -2,6 +2,8 @@
 
 import dataclasses
 
+ROWS = 64  # of one computing warpgroup: those of its matrix instructions
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -11,7 +13,8 @@ class Tuning:
     tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
     stages: int = 2  # blocks of keys in flight, and as many of values
     ping_pong: bool = True  # one warpgroup's softmax while another's products run
-    overlap: bool = False  # a warpgroup's own softmax while its previous product with values runs
+    # From this head dimension on, a block's product with values and the next one's with keys are in flight together.
+    fused_from: int = 256
     num_ctas: int | None = None  # one per SM by default
     load_registers: int = 40
     compute_registers: int = 232
@@ -19,6 +22,27 @@ class Tuning:
     def block(self, head_dim: int) -> int:
         """Entries of one step."""
         return min(max(self.tile_bytes // (2 * head_dim), 64), 128)
+
+    def positions(self, group: int) -> int:
+        """Tokens of one tile, for G query heads per KV head."""
+        rows = self.warpgroups * ROWS
+        if rows % padded_group(group):
+            raise ValueError(f"{self.warpgroups} warpgroups cannot share {group} query heads")
+        return rows // padded_group(group)
+
+
+def padded_group(group: int) -> int:
+    """Query heads per KV head as the kernel holds them: the next power of two."""
+    return 1 << (group - 1).bit_length()
+
+
+def preferred(group: int) -> bool:
+    """Whether the kernel is faster than the composition with cuDNN.
+
+    It was in every case that `benchmarks/chunk_prefill.py` measured with G a power of two. Other groups are padded to one,
+    and the padding's work is lost: from a quarter of it on (G = 3, 5, 6, 9 to 12) the composition runs.
+    """
+    return group / padded_group(group) > 0.75
 
 
 TUNING = {

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import chunk_prefill as cp
+
 
 @dataclasses.dataclass
 class Case:
@@ -104,3 +106,13 @@ def make_case(
 def relative_error(got: Any, want: np.ndarray) -> float:
     got = np.asarray(got, np.float64)
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def plan_of(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> cp.ChunkPlan:
+    """Where there is one request over all rows, its sizes are left out, as the engine does."""
+    whole = len(case.sizes) == 1 and case.sizes[0] == case.q.shape[0]
+    return cp.plan_chunk(
+        jnp.asarray(case.lengths), case.table, case.first, case.column,
+        q_shape=case.q.shape, page_size=case.pool.shape[3], window=case.window, tuning=tuning,
+        starts=None if whole else case.starts, sizes=None if whole else case.sizes,
+    )  # fmt: skip

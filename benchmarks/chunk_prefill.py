@@ -1,0 +1,160 @@
+"""Chunk prefill attention: our kernel against the composition with cuDNN, on shapes of real models.
+
+  python -m benchmarks.chunk_prefill            three minutes on one Hopper GPU
+  python -m benchmarks.chunk_prefill --all      every chunk, history and retention
+  python -m benchmarks.chunk_prefill --model Gemma-3-12B --csv rows.csv
+
+A chunk of T queries over a history of `context` tokens of which each KV head keeps its share (`retention`; below 1 lognormal
+over the heads, sigma 0.8, every head a group of its own, pages of 64 in random order), and over itself, causally. Times are
+those of all kernels of a call, from the profiler: "us" ours, the plan of the tiles included ("kernel" without it), "comp us"
+the composition of `tangram_jax.gpu_attention` (pages gathered, a KV head per batch row, merged by log-sum-exp), "cudnn us"
+its cuDNN kernels alone: what a composition that gathers and merges for nothing would take. Without a history that is dense
+causal attention by cuDNN alone. TFLOP/s count 4 D operations per query and visible entry.
+"""
+
+import argparse
+import csv
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_timing import trace_kernels
+from benchmarks.ragged_decode import show
+from pallas_kernels import chunk_prefill as cp
+from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
+from tangram_jax import gpu_attention
+from tangram_jax.pages import LayerPages
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    model: str
+    chunk: int
+    context: int
+    retention: float = 1.0
+    page: int = 64
+
+    def lengths(self, shape: Shape) -> np.ndarray:
+        """i32[K]"""
+        heads = shape.num_kv_heads
+        if self.retention == 1.0:
+            kept = np.ones(heads)
+        else:
+            kept = np.random.default_rng(0).lognormal(0.0, 0.8, size=heads)
+            for _ in range(20):  # the mean after capping at 1 is the retention
+                kept = np.minimum(kept * self.retention / kept.mean(), 1.0)
+        return np.ceil(kept * self.context).astype(np.int32)
+
+    def flops(self, shape: Shape) -> float:
+        own = self.chunk * (self.chunk + 1) / 2
+        history = self.chunk * int(self.lengths(shape).sum())
+        return 4 * shape.head_dim * shape.group * (history + shape.num_kv_heads * own)
+
+
+MODELS = ("Llama-3.1-8B", "Gemma-3-12B", "GPT-OSS-20B")
+HISTORIES = [(0, 1.0), (25600, 1.0), (102400, 0.25), (102400, 1.0)]
+DEFAULT_ROWS = [
+    Row(model, chunk, context, retention)
+    for model in MODELS
+    for chunk in (512, 2048, 8192)
+    for context, retention in HISTORIES
+    if chunk < 8192 or (context, retention) != (102400, 1.0)
+]
+ALL_ROWS = [
+    Row(model, chunk, context, retention)
+    for model in MODELS
+    for chunk in (512, 1024, 2048, 4096, 8192)
+    for context, retention in [*HISTORIES, (2048, 1.0), (8192, 1.0), (8192, 0.25), (25600, 0.25)]
+]
+PAGE_ROWS = [Row("Llama-3.1-8B", 2048, 25600, page=page) for page in (16, 32, 128)]
+
+
+def make_inputs(row: Row) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndarray, float]:
+    """(q, k, v, pool, table, lengths), first, column, scale."""
+    shape = SHAPES[row.model]
+    heads, head_dim = shape.num_kv_heads, shape.head_dim
+    lengths = row.lengths(shape)
+    pages = -(-lengths // row.page)
+    first = (np.cumsum(pages) - pages).astype(np.int32)
+    num_pages = max(int(pages.sum()), 1)
+    table = np.random.default_rng(1).permutation(num_pages).astype(np.int32)[None]
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    shapes = (
+        (row.chunk, heads, shape.group, head_dim),
+        (row.chunk, heads, head_dim),
+        (row.chunk, heads, head_dim),
+        (num_pages, 2, 1, row.page, head_dim),
+    )
+    arrays = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True)]
+    arrays += [jnp.asarray(table), jnp.asarray(lengths[None])]
+    return tuple(arrays), first, np.zeros(heads, np.int32), head_dim**-0.5
+
+
+def busy_us(call: Any, args: tuple[jax.Array, ...], name: str, calls: int = 3) -> tuple[float, float]:
+    """Time of all kernels of a call, and of those whose name contains `name`."""
+    run = jax.jit(call)
+    jax.block_until_ready(run(*args))
+    kernels = trace_kernels(lambda: [run(*args) for _ in range(calls)][-1])
+    named = sum(sum(times) for key, times in kernels.items() if name in key)
+    return sum(map(sum, kernels.values())) / calls, named / calls
+
+
+def measure(row: Row, tuning: cp.Tuning = cp.DEFAULT) -> dict[str, Any]:
+    shape = SHAPES[row.model]
+    args, first, column, scale = make_inputs(row)
+
+    def ours(q: Any, k: Any, v: Any, pool: Any, table: Any, lengths: Any) -> Any:
+        plan = cp.plan_chunk(
+            lengths, table, first, column, q_shape=q.shape, page_size=pool.shape[3], tuning=tuning
+        )
+        return cp.chunk_prefill(q, k, v, pool, plan, scale=scale, tuning=tuning)
+
+    def composition(q: Any, k: Any, v: Any, pool: Any, table: Any, lengths: Any) -> Any:
+        return gpu_attention.chunk_composition(
+            q, k, v, LayerPages(pool, table, lengths, first, column), scale
+        )
+
+    us, kernel = busy_us(ours, args, "chunk_prefill")
+    comp, cudnn = busy_us(composition, args, "cudnn")
+    flops = row.flops(shape)
+    return dataclasses.asdict(row) | {
+        "us": us,
+        "kernel": kernel,
+        "TFLOP/s": flops / us / 1e6,
+        "comp us": comp,
+        "comp TFLOP/s": flops / comp / 1e6,
+        "comp / ours": comp / us,
+        "cudnn us": cudnn,
+        "cudnn / ours": cudnn / us,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--model", help="only rows of this model")
+    parser.add_argument("--csv", help="write the rows there too")
+    options = parser.parse_args(argv)
+    print(jax.devices()[0].device_kind, flush=True)
+    results = []
+    for row in ALL_ROWS if options.all else DEFAULT_ROWS + PAGE_ROWS:
+        if options.model not in (None, row.model):
+            continue
+        results.append(measure(row))
+        print(".", end="", file=sys.stderr, flush=True)
+        if options.csv:
+            with open(options.csv, "w", newline="") as f:
+                writer = csv.DictWriter(f, list(results[0]))
+                writer.writeheader()
+                writer.writerows(results)
+    show(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the parts of the chunk prefill kernel share: its static configuration, its buffers, and the tiles it works on."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.chunk_prefill.tuning import ROWS, Tuning
+
+LOG2E = math.log2(math.e)
+i32, f32 = jnp.int32, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything static. `group` is G rounded up to a power of two."""
+
+    group: int
+    head_dim: int
+    page: int
+    block: int
+    num_ctas: int
+    scale: float
+    soft_cap: float | None
+    window: int | None
+    interpreted: bool
+    tuning: Tuning
+
+    @property
+    def fused(self) -> bool:
+        return self.head_dim >= self.tuning.fused_from
+
+    @property
+    def ping_pong(self) -> bool:
+        return (self.tuning.warpgroups == 2 or self.fused) and self.tuning.ping_pong and not self.interpreted
+
+    @property
+    def box(self) -> int:
+        """Entries of one load."""
+        return min(self.page, self.block)
+
+    @property
+    def boxes(self) -> int:
+        return self.block // self.box
+
+    @property
+    def positions(self) -> int:
+        """Tokens of one warpgroup's rows; the rows hold them query head by query head."""
+        return max(ROWS // self.group, 8)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of one warpgroup's rows."""
+        return ROWS // self.positions
+
+    def place(self, wg: Any) -> tuple[Any, Any]:
+        """A warpgroup's first position in the tile and its first query head."""
+        if self.heads == self.group:
+            return wg * self.positions, 0
+        parts = self.group // self.heads
+        return lax.div(wg, i32(parts)) * self.positions, lax.rem(wg, i32(parts)) * self.heads
+
+
+class Refs(NamedTuple):
+    tiles: Any  # i32[n, TILE_COLUMNS]
+    count: Any  # i32[1]
+    table: Any  # i32[B * R]
+    q: Any  # [T, K * Gp, D]
+    k: Any  # [T, K, D]
+    v: Any
+    pool: Any  # [num_pages, 2, Hp, P, D]
+    out: Any  # [T, K * Gp, D]
+    lse: Any  # f32[T, K * Gp]
+    q_s: Any = None  # [warpgroups, 64, D]
+    k_s: Any = None  # [stages, block, D]
+    v_s: Any = None
+    q_full: Any = None
+    q_free: Any = None
+    k_full: Any = None
+    k_free: Any = None
+    v_full: Any = None
+    v_free: Any = None
+    turn: Any = None
+    p_s: Any = None  # [warpgroups, 64, block], for the interpreter alone, as the next two
+    out_s: Any = None  # [warpgroups, 64, D]
+    lse_s: Any = None  # f32[warpgroups, 64]
+
+
+class Tile(NamedTuple):
+    """A row of the plan."""
+
+    row: Any
+    end: Any
+    segment: Any
+    head: Any
+    length: Any
+    offset: Any
+    column: Any
+    masked: Any
+    free: Any
+    diagonal: Any
+    chunk_last: Any
+    chunk_first: Any
+    chunk_free: Any
+
+    def block(self, cfg: Config, j: Any) -> tuple[Any, Any]:
+        """Whether the tile's j-th block is history, and its first entry in the history or in the chunk."""
+        f = j - self.masked  # among those without a mask
+        full = lax.div(self.length, i32(cfg.block))
+        partial = lax.rem(self.length, i32(cfg.block)) > 0
+        history = jnp.where(f < 0, partial & (j == self.masked - 1), f < full)
+        edge = self.chunk_first + (j - self.diagonal)
+        in_chunk = jnp.where(
+            f < 0,
+            jnp.where(j < self.diagonal, self.chunk_last - j, edge),
+            self.chunk_free + f - full,
+        )
+        in_history = jnp.where(f < 0, full, f)
+        return history, jnp.where(history, in_history, in_chunk) * cfg.block
+
+
+def rounds_of(cfg: Config, refs: Refs, cta: Any) -> Any:
+    """Tiles of this CTA: they are dealt back and forth."""
+    count, ctas = refs.count[0], i32(cfg.num_ctas)
+    full = lax.div(count, ctas)
+    at = jnp.where(lax.rem(full, i32(2)) == 0, cta, cfg.num_ctas - 1 - cta)
+    return full + (at < lax.rem(count, ctas)).astype(i32)
+
+
+def tile_of(cfg: Config, refs: Refs, cta: Any, n: Any) -> Tile:
+    at = jnp.where(lax.rem(n, i32(2)) == 0, cta, cfg.num_ctas - 1 - cta)
+    number = jnp.minimum(n * cfg.num_ctas + at, refs.tiles.shape[0] - 1)
+    return Tile(*(refs.tiles[number, c] for c in range(len(Tile._fields))))

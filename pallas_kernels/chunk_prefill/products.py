@@ -1,0 +1,115 @@
+"""The matrix products of a computing warpgroup of the chunk prefill kernel, and whose turn it is to issue them."""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.chunk_prefill.common import Config, Refs, f32, i32
+from pallas_kernels.chunk_prefill.tuning import ROWS
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+def meet(cfg: Config, refs: Refs, part: str = "both") -> None:
+    """Two warpgroups meet twice a block, one half a block ahead: one's softmax runs while the other has the tensor cores."""
+    if cfg.ping_pong and not cfg.fused:
+        if part != "wait":
+            plgpu.barrier_arrive(refs.turn.at[0])
+        if part != "arrive":
+            plgpu.barrier_wait(refs.turn.at[0])
+
+
+class Products(NamedTuple):
+    """The matrix products of one warpgroup over the blocks of one tile; the loads before them have `done` blocks."""
+
+    cfg: Config
+    refs: Refs
+    wg: Any
+    blocks: Any
+    done: Any
+
+    def slot(self, j: Any) -> Any:
+        return lax.rem(self.done + j, i32(self.cfg.tuning.stages))
+
+    def keys(self, j: Any) -> Any:
+        plgpu.barrier_wait(self.refs.k_full.at[self.slot(j)])
+        return self.refs.k_s.at[self.slot(j)].transpose((1, 0))
+
+    def values(self, j: Any) -> Any:
+        plgpu.barrier_wait(self.refs.v_full.at[self.slot(j)])
+        return self.refs.v_s.at[self.slot(j)]
+
+    def release_keys(self, j: Any) -> None:
+        plgpu.barrier_arrive(self.refs.k_free.at[self.slot(j)])
+        pl.when(j == self.blocks - 1)(lambda: plgpu.barrier_arrive(self.refs.q_free))
+
+    def release_values(self, j: Any) -> None:
+        plgpu.barrier_arrive(self.refs.v_free.at[self.slot(j)])
+
+    def take_turn(self) -> None:
+        if self.cfg.ping_pong and self.cfg.fused:
+            plgpu.barrier_wait(self.refs.turn.at[self.wg])
+
+    def pass_turn(self) -> None:
+        if self.cfg.ping_pong and self.cfg.fused:
+            after = lax.rem(self.wg + 1, i32(self.cfg.tuning.warpgroups))
+            plgpu.barrier_arrive(self.refs.turn.at[after])
+
+    def scores(self, j: Any) -> Any:
+        """Raw products of the queries with block j's keys, f32[64, block]."""
+        k = self.keys(j)
+        self.take_turn()
+
+        def run(ref: Any) -> Any:
+            plgpu.wgmma(ref, self.refs.q_s.at[self.wg], k)
+            self.pass_turn()
+            meet(self.cfg, self.refs)
+            return ref[...]
+
+        s = pl.run_scoped(run, plgpu.ACC((ROWS, self.cfg.block), f32))
+        self.release_keys(j)
+        return s
+
+    def weigh(self, acc: Any, p: Any, j: Any) -> Any:
+        """acc plus the product of weights with block j's values."""
+        meet(self.cfg, self.refs, "arrive")
+        v = self.values(j)
+        meet(self.cfg, self.refs, "wait")
+        if self.cfg.interpreted:
+            # It takes operands from shared memory alone, and no accumulator that exists already.
+            self.refs.p_s.at[self.wg][...] = p
+            plgpu.commit_smem()
+
+            def run(ref: Any) -> Any:
+                plgpu.wgmma(ref, self.refs.p_s.at[self.wg], v)
+                return ref[...]
+
+            acc = acc + pl.run_scoped(run, plgpu.ACC(acc.shape, f32))
+        else:
+            acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))
+        self.release_values(j)
+        return acc
+
+    def weigh_and_score(self, acc: Any, p: Any, j: Any) -> tuple[Any, Any]:
+        """`weigh` of block j - 1 and `scores` of block j, in flight together."""
+        if self.cfg.interpreted:
+            return self.weigh(acc, p, j - 1), self.scores(j)
+        k = self.keys(j)
+
+        def run(state: Any) -> None:
+            acc_ref, s_ref = state
+            v = self.values(j - 1)
+            self.take_turn()
+            # The product with a left operand in registers comes first: they must be in place before any is in flight.
+            plgpu.wgmma(acc_ref, p, v)
+            plgpu.wgmma(s_ref, self.refs.q_s.at[self.wg], k)
+            self.pass_turn()
+
+        nothing = plgpu.layout_cast(jnp.zeros((ROWS, self.cfg.block), f32), WGMMA)
+        acc, s = pl.run_state(run)((plgpu.ACC.init(acc), plgpu.ACC.init(nothing)))
+        self.release_values(j - 1)
+        self.release_keys(j)
+        return acc, s

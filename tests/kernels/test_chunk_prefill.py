@@ -1,0 +1,180 @@
+"""Chunk prefill on the CPU: the reference, the plan, and the kernel under the interpreter."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import chunk_prefill as cp
+from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
+from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
+
+TWO_REQUESTS = {"starts": [0, 24], "sizes": [19, 40]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"soft_cap": 20.0}, {"window": 9}, {**TWO_REQUESTS, "window": 30}], ids=str
+)
+def test_reference_matches_dense_float64(options):
+    lengths = [[70, 33, 0], [0, 1, 128]] if "starts" in options else [[70, 33, 0]]
+    case = make_case(lengths, 70, dtype=jnp.float32, **options)
+    out, lse = cp.chunk_prefill_reference(
+        case.q, case.k, case.v, case.pool, plan_of(case), scale=case.scale, soft_cap=case.soft_cap
+    )
+    want, want_lse = case.expected()
+    assert relative_error(out, want) < 1e-6
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+
+
+def seen_by(plan: cp.ChunkPlan, heads: int) -> dict[tuple[int, int], set[tuple[str, int]]]:
+    """Blocks of every tile, by (row, head), as the kernel counts them out; the masked ones marked."""
+    result = {}
+    for tile in np.asarray(plan.tiles)[: int(plan.count[0])]:
+        blocks = []
+        full = tile[P.LENGTH] // plan.block
+        partial = int(tile[P.LENGTH] % plan.block > 0)
+        blocks += [("own, masked", tile[P.CHUNK_LAST] - j) for j in range(tile[P.DIAGONAL])]
+        edges = tile[P.MASKED] - tile[P.DIAGONAL] - partial
+        blocks += [("own, masked", tile[P.CHUNK_FIRST] + j) for j in range(edges)]
+        blocks += [("history, masked", full)] * partial
+        blocks += [("history", j) for j in range(full)]
+        blocks += [("own", tile[P.CHUNK_FREE] + j) for j in range(tile[P.FREE] - full)]
+        assert len(blocks) == tile[P.MASKED] + tile[P.FREE]
+        assert len(set(blocks)) == len(blocks)
+        result[int(tile[P.ROW]), int(tile[P.HEAD])] = set(blocks)
+    assert len(result) == int(plan.count[0])
+    return result
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 700])
+@pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
+def test_plan_names_every_block_once(given, window):
+    rng = np.random.default_rng(0)
+    starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
+    lengths = rng.integers(0, 1000, (len(starts), 4)).astype(np.int32)
+    lengths[0, :2] = 0, 256
+    plan = cp.plan_chunk(
+        jnp.asarray(lengths),
+        jnp.zeros((len(starts), 99), jnp.int32),
+        np.arange(4),
+        np.zeros(4),
+        q_shape=(912 if given else 900, 4, 4, 128),
+        page_size=16,
+        starts=np.asarray(starts) if given else None,
+        sizes=np.asarray(sizes) if given else None,
+        window=window,
+    )
+    got = seen_by(plan, 4)
+    want = {}
+    for b, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        for at in range(0, size, plan.positions):
+            query = np.arange(at, at + plan.positions)[:, None]
+            for head in range(4):
+                blocks = set()
+                for j in range(-(-(at + plan.positions) // plan.block)):
+                    key = np.arange(j * plan.block, (j + 1) * plan.block)[None]
+                    sees = (key <= query) & (query - key < (window or 1 << 30))
+                    if sees.any():
+                        blocks.add(("own" if sees.all() else "own, masked", j))
+                n = int(lengths[b, head])
+                blocks |= {("history", j) for j in range(n // plan.block)}
+                blocks |= {("history, masked", n // plan.block)} if n % plan.block else set()
+                want[start + at, head] = blocks
+    assert got == want
+    work = np.asarray(plan.tiles[:, P.MASKED] + plan.tiles[:, P.FREE])[: int(plan.count[0])]
+    assert (np.diff(work) <= 0).all()
+
+
+def test_plan_without_a_sort_is_the_sorted_one():
+    lengths = jnp.asarray([[70, 0, 129, 5000, 5000, 128, 1, 777]])
+    how = {"q_shape": (2048, 8, 4, 128), "page_size": 64, "window": 300}
+    args = (lengths, jnp.zeros((1, 900), jnp.int32), np.arange(8), np.zeros(8))
+    known = cp.plan_chunk(*args, **how)
+    given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048]))
+    assert seen_by(known, 8) == seen_by(given, 8)
+    np.testing.assert_array_equal(known.count, given.count)
+
+
+def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
+    tuning = tuning or cp.Tuning(num_ctas=2)
+    out, lse = chunk_prefill_mosaic_gpu(
+        case.q, case.k, case.v, case.pool, plan_of(case, tuning), scale=case.scale, soft_cap=case.soft_cap,
+        tuning=tuning, interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )  # fmt: skip
+    want, want_lse = case.expected()
+    mine = ~np.isneginf(want_lse)
+    assert relative_error(np.asarray(out, np.float64)[mine], want[mine]) < 4e-3
+    np.testing.assert_allclose(np.asarray(lse)[mine], want_lse[mine], atol=1e-4)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"window": 9}], ids=str)
+def test_kernel_in_the_interpreter(options):
+    check_interpreted(make_case([[70, 0]], 40, group=4, head_dim=64, **options))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 8, "head_dim": 128, "page_size": 32},
+        {"group": 16, "head_dim": 64, "page_size": 64},
+        {"group": 2, "head_dim": 256, "page_size": 128, "dtype": jnp.float16},
+        {"group": 3, "head_dim": 64, "page_size": 16, "heads_per_page": 1},
+    ],
+    ids=str,
+)
+def test_shapes_in_the_interpreter(shape):
+    check_interpreted(make_case([[130]], 16, **shape))
+
+
+def test_requests_in_the_interpreter():
+    check_interpreted(make_case([[129], [5]], 32, starts=[0, 8], sizes=[3, 20], group=8, head_dim=64))
+
+
+def test_a_window_that_hides_whole_blocks_in_the_interpreter():
+    check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
+
+
+def test_unsupported_features_are_named():
+    pool = (9, 2, 1, 16, 64)
+    for q_shape, pool_shape, dtype, words in [
+        ((8, 1, 4, 80), (9, 2, 1, 16, 80), "bfloat16", "head dimension 80"),
+        ((8, 1, 17, 64), pool, "bfloat16", "17 query heads"),
+        ((8, 1, 4, 64), (9, 2, 1, 8, 64), "bfloat16", "page size 8"),
+        ((8, 1, 4, 64), pool, "float32", "float32"),
+        ((8, 1, 4, 64), pool, "bfloat16", "platform cpu"),
+    ]:
+        with pytest.raises(NotImplementedError, match=words):
+            cp.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+
+
+def test_layers_share_one_kernel_text():
+    """Kernels are compiled once per distinct text: all layers of a step must hold the same one."""
+    case = make_case([[70, 33]], 64)
+
+    def step(q, k, v, pool, table, lengths):
+        for layer in range(3):
+            plan = cp.plan_chunk(
+                lengths + layer, table, case.first, case.column, q_shape=q.shape, page_size=16
+            )
+            q = q + chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=0.1)[0]
+        return q
+
+    traced = jax.jit(step).trace(case.q, case.k, case.v, case.pool, case.table, case.lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("kernel_hash") == 1  # one function, called by every layer
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 16])
+def test_lowers_for_a_gpu(group, head_dim):
+    case = make_case([[70, 33]], 70, group=group, head_dim=head_dim, page_size=64, soft_cap=30.0, window=100)
+
+    def run(q, k, v, pool, plan):
+        return chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=0.1, soft_cap=30.0)
+
+    traced = jax.jit(run).trace(case.q, case.k, case.v, case.pool, plan_of(case))
+    assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,129 @@
+"""Chunk prefill on a Hopper GPU: the kernel over the grid of features, against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import chunk_prefill as cp
+from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = [[1000, 0, 377], [65, 2000, 1], [0, 0, 0], [129, 64, 5000]]
+REQUESTS = {"starts": [0, 104, 112, 240], "sizes": [97, 3, 128, 60]}
+TOKENS = 312
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    device = jax.devices()[0]
+    if device.platform != "gpu" or device.compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+
+
+def run(case: Case, tuning: cp.Tuning = cp.DEFAULT):
+    plan = jax.jit(lambda: plan_of(case, tuning))()
+    return cp.chunk_prefill(
+        case.q, case.k, case.v, case.pool, plan, scale=case.scale, soft_cap=case.soft_cap, tuning=tuning
+    )
+
+
+def check(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> None:
+    out, lse = run(case, tuning)
+    assert out.dtype == case.q.dtype
+    want, want_lse = case.expected()
+    mine = ~np.isneginf(want_lse)
+    assert relative_error(np.asarray(out, np.float64)[mine], want[mine]) < 4e-3
+    np.testing.assert_allclose(np.asarray(lse)[mine], want_lse[mine], atol=1e-4)
+    again, lse_again = run(case, tuning)  # repeats are bit-identical
+    np.testing.assert_array_equal(np.asarray(out, np.float32)[mine], np.asarray(again, np.float32)[mine])
+    np.testing.assert_array_equal(np.asarray(lse)[mine], np.asarray(lse_again)[mine])
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"window": 50}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_requests_and_options(head_dim, options):
+    check(make_case(RAGGED, TOKENS, head_dim=head_dim, **REQUESTS, **options))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pages(head_dim, page_size):
+    check(
+        make_case(
+            RAGGED,
+            TOKENS,
+            head_dim=head_dim,
+            page_size=page_size,
+            heads_per_page=4,
+            dtype=jnp.float16,
+            **REQUESTS,
+        )
+    )
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 16])
+def test_groups(group):
+    check(make_case(RAGGED, TOKENS, group=group, page_size=64, **REQUESTS))
+
+
+@pytest.mark.parametrize("tokens", [1, 77, 128, 1000])
+def test_one_request_of_any_length(tokens):
+    check(make_case([[1500, 0, 37]], tokens, page_size=64))
+
+
+@pytest.mark.parametrize("window", [1, 128, 129, 600])
+def test_windows(window):
+    check(make_case([[600, 64]], 1000, page_size=64, window=window))
+
+
+def test_many_tiles_for_each_cta():
+    rng = np.random.default_rng(0)
+    check(make_case(rng.lognormal(6, 1.0, (1, 8)), 1024, page_size=64, group=8, head_dim=64))
+    check(make_case(rng.lognormal(6, 1.0, (1, 4)), 512, page_size=64), cp.Tuning(num_ctas=5))
+
+
+def test_pool_beyond_2_to_31_elements():
+    num_pages, page, head_dim = 70_000, 64, 128
+    shape = (num_pages, 2, 2, page, head_dim)
+    assert np.prod(shape) > 2**31
+    case = make_case([[3000, 500]], 200, page_size=page, head_dim=head_dim)
+    pages = np.asarray(case.pool)
+    shift = num_pages - pages.shape[0]  # the far end of the pool
+    place = jax.jit(lambda x: jnp.zeros(shape, jnp.bfloat16).at[shift:].set(x))
+    want, want_lse = case.expected()
+    case.pool, case.table = place(case.pool), case.table + shift
+    out, lse = run(case)
+    assert relative_error(out, want) < 4e-3
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+
+
+def test_layers_compile_one_kernel():
+    """Byte-identical kernels are compiled once by the runtime: sixteen layers take about as long as one."""
+    import time
+
+    case = make_case([[70, 33]], 64, group=2)
+
+    def seconds(layers: int, scale: float) -> float:
+        def step(q, k, v, pool, table, lengths):
+            for layer in range(layers):
+                plan = cp.plan_chunk(
+                    lengths + layer, table, case.first, case.column, q_shape=q.shape, page_size=16
+                )
+                q = q + cp.chunk_prefill(q, k, v, pool, plan, scale=scale)[0]
+            return q
+
+        lowered = (
+            jax.jit(step)
+            .trace(case.q, case.k, case.v, case.pool, case.table, jnp.asarray(case.lengths))
+            .lower()
+        )
+        start = time.perf_counter()
+        lowered.compile()
+        return time.perf_counter() - start
+
+    seconds(1, 0.1)
+    one, many = seconds(1, 0.2), seconds(16, 0.3)
+    print(f"compile: 1 layer {one:.2f} s, 16 layers {many:.2f} s")
+    assert many < 4 * one + 4
