@@ -1,13 +1,19 @@
 """Scores of a chunk's candidates, layer by layer: the one place that decides what computes them."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import ModelConfig
 from models.rope import rope_frequencies
+from pallas_kernels import keep
 from tangram_jax.compress import Candidates, by_group
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import ScoreInputs, Scorer
+from tangram_jax.scorers import ScoreInputs, Scorer, WindowScorer
+
+log = logging.getLogger("tangram")
 
 
 class ChunkScores:
@@ -20,8 +26,18 @@ class ChunkScores:
         self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
         self._layers: list[jax.Array] = []
 
+        self._sums: list[jax.Array] = []
+        self._queries: jax.Array | int = 0
+
     def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
         """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
+        if isinstance(self._scorer, WindowScorer):
+            try:
+                self._sums.append(self._window_sums(self._scorer, layer, q, k, lse))
+                return
+            except NotImplementedError as reason:
+                if jax.default_backend() == "gpu" and not layer:
+                    log.warning("Scores are taken by XLA operations, several times slower: %s", reason)
         group, column = self._plan.group_of[layer], self._plan.column_of[layer]
         tail = self._tail[:, group, column]  # [2, K, W, D]
         keys, values = (
@@ -44,4 +60,28 @@ class ChunkScores:
 
     def result(self) -> jax.Array:
         """f32[M, Hp, C]: the scores by group and column."""
+        if self._sums and isinstance(self._scorer, WindowScorer):
+            valid = self._what.valid[self._plan.group_of]  # [L, K, C]
+            sums = jnp.stack(self._sums)
+            flat = (-1, sums.shape[-1])
+            scores = self._scorer.from_sums(
+                sums.reshape(flat), jnp.asarray(self._queries), valid.reshape(flat)
+            )
+            return by_group(self._plan, scores.reshape(sums.shape))
         return by_group(self._plan, jnp.stack(self._layers))
+
+    def _window_sums(
+        self, scorer: WindowScorer, layer: int, q: jax.Array, k: jax.Array, lse: jax.Array
+    ) -> jax.Array:
+        """f32[K, C] by the kernel. Raises NotImplementedError."""
+        self._queries = jnp.minimum(self._what.valid_tokens, scorer.window) * (q.shape[1] // k.shape[1])
+        return keep.window_sums(
+            q, k, self._tail, lse,
+            place=np.stack([self._plan.group_of, self._plan.column_of], axis=-1),
+            layer=jnp.int32(layer),
+            unlocked=self._what.unlocked,
+            count=self._what.valid_tokens,
+            window=scorer.window,
+            scale=self._config.attention_scale,
+            power=scorer.power,
+        )  # fmt: skip

@@ -4,10 +4,11 @@ Candidates are what a row has not locked yet: its previous tail (trailing window
 Of these each head locks its own best, as many as the plan's law adds, and keeps the new trailing window whole after
 them. All heads of all layers are done at once, after the forward pass, which only read the pool.
 
-`write` and `append` are the two places where the pool changes. They are XLA operations here.
+`write` and `append` are the two places where the pool changes: kernels on a Hopper GPU, XLA operations elsewhere.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import append as kernels
+from pallas_kernels import keep
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.plan import CachePlan
+
+log = logging.getLogger("tangram")
 
 
 class Candidates(NamedTuple):
@@ -28,6 +33,21 @@ class Candidates(NamedTuple):
     valid_tokens: jax.Array  # i32[]: of the chunk
     positions: jax.Array  # i32[C], true positions
     valid: jax.Array  # bool[M, C]: exists, in each group
+    unlocked: jax.Array  # i32[M]: candidates from before the chunk
+
+
+def kernel_or(kernel: Callable, reference: Callable, what: str) -> Callable:
+    """`kernel` where it supports its arguments, else `reference`, with a warning where a kernel would be expected."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return kernel(*args, **kwargs)
+        except NotImplementedError as reason:
+            if jax.default_backend() == "gpu":
+                log.warning("%s runs as XLA operations, several times slower: %s", what, reason)
+            return reference(*args, **kwargs)
+
+    return run
 
 
 def tail_capacity(plan: CachePlan, cache: Cache) -> int:
@@ -43,7 +63,7 @@ def candidates(plan: CachePlan, cache: Cache, row: jax.Array, chunk: int, count:
     c = np.arange(capacity + chunk)
     valid = (c >= capacity - unlocked[:, None]) & (c < capacity + count)
     before = tokens + tail
-    return Candidates(row, before, count, before - capacity + c, valid)
+    return Candidates(row, before, count, before - capacity + c, valid, unlocked)
 
 
 def read_tail(plan: CachePlan, cache: Cache, row: jax.Array) -> jax.Array:
@@ -64,7 +84,6 @@ class Slots(NamedTuple):
     """Where the new tokens of a decode step go."""
 
     rows: Any  # i32[B]; a number of no row is an empty slot
-    table: jax.Array  # i32[B, R]
     lengths: jax.Array  # i32[B, M], 0 in an empty slot
 
 
@@ -100,11 +119,20 @@ def select(plan: CachePlan, cache: Cache, what: Candidates, scores: jax.Array) -
         open_ = what.valid & (what.positions < after - window[:, None])  # [M, C]
         scores = jnp.where(what.positions < plan.sinks, jnp.inf, scores.astype(jnp.float32))
         scores = jnp.where(open_[:, None], scores, -jnp.inf)
-        # One stable sort: invalid candidates come last, whatever their scores (also where a score is -inf or NaN).
-        badness = jnp.where(jnp.isnan(scores), jnp.inf, -scores)
-        rank = (~open_[:, None]).astype(jnp.int32) + jnp.zeros(scores.shape, jnp.int32)
         iota = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-        return lax.sort((rank, badness, iota), dimension=-1, is_stable=True, num_keys=2)[2]
+        return lax.sort((_badness(scores, open_), iota), dimension=-1, is_stable=True, num_keys=1)[1]
+
+
+def _badness(scores: jax.Array, open_: jax.Array) -> jax.Array:
+    """u32[M, Hp, C], smaller is better: -scores in order of floats, the worst score for NaN, then what is not open.
+
+    One integer key, because a sort by it takes half the time of one by (open, score). Both zeros are equal.
+    """
+    bad = jnp.where(jnp.isnan(scores), jnp.inf, -scores)
+    bits = lax.bitcast_convert_type(jnp.where(bad == 0, 0.0, bad), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    key = jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(open_[:, None], key, jnp.uint32(0xFFFFFFFF))
 
 
 def write(
@@ -128,30 +156,26 @@ def write(
     locked_before, adds, window, length = counts(plan, cache, what)
 
     with jax.named_scope("write"):
-        chunk = slots - tail_kv.shape[3]
-        grouped = [by_group(plan, jnp.stack([x[:chunk] for x in xs]).swapaxes(1, 2)) for xs in (keys, values)]
-        kv = jnp.concatenate([tail_kv, jnp.stack(grouped).astype(tail_kv.dtype)], axis=3)  # [2, M, Hp, C, D]
         # Destination j of a group is entry locked_before + j; pages are written whole, so walk over pages.
-        pages = slots // size + 2
-        page = locked_before[:, None] // size + np.arange(pages)  # [M, pages]
+        count = slots // size + 2
+        page = locked_before[:, None] // size + np.arange(count)  # [M, J]
         entry = page[:, :, None] * size + np.arange(size)
-        j = (entry - locked_before[:, None, None]).reshape(len(adds), -1)  # [M, pages * P]
+        j = (entry - locked_before[:, None, None]).reshape(len(adds), -1)  # [M, J * P]
         newest = j - adds[:, None] + (after - window - what.positions[0])[:, None]
         best = jnp.take_along_axis(order, jnp.clip(j, 0, slots - 1)[:, None], axis=2)
         source = jnp.where((j < adds[:, None])[:, None], best, jnp.clip(newest, 0, slots - 1)[:, None])
-        groups, columns = np.ogrid[: source.shape[0], : source.shape[1]]
-        fresh = kv[:, groups[..., None], columns[..., None], source]  # [2, M, Hp, pages * P, D]
-        fresh = fresh.reshape(*fresh.shape[:3], pages, size, -1).transpose(1, 3, 0, 2, 4, 5)
+        source = jnp.where(
+            (j < 0)[:, None], -1, source
+        )  # the first page begins with locked entries: those stay
 
         inside = page < np.asarray(layout.capacity)[:, None]
         number = cache.table[row][jnp.where(inside, layout.first[:, None] + page, 0)]
         touched = inside & (page * size < length[:, None]) & (number != NO_PAGE)
-        # The first page begins with entries that are locked already: those stay.
-        old = cache.pool[number[:, 0]]  # [M, 2, Hp, P, D]
-        stays = (np.arange(size) < (locked_before % size)[:, None])[:, None, None, :, None]
-        fresh = fresh.at[:, 0].set(jnp.where(stays, old, fresh[:, 0]))
-        target = jnp.where(touched, number, cache.num_pages)
-        pool = cache.pool.at[target].set(fresh.astype(cache.pool.dtype), mode="drop")
+        pages = jnp.where(touched, number, -1)
+        chunk = slots - tail_kv.shape[3]
+        given = (cache.pool, keys, values, tail_kv)
+        run = kernel_or(keep.write_pages, keep.write_pages_reference, "Writing kept entries")
+        pool = run(*given, source=source, pages=pages, heads=plan.head_at, chunk=chunk)
 
     return replace(
         cache,
@@ -174,19 +198,18 @@ def append(
     `keys` and `values` of each layer [start + B, K, D], the B new tokens last. Empty slots and tokens beyond a row's
     capacity are dropped.
     """
-    layout, size = cache.layout, plan.page_size
-    rows, table, lengths = slots
-    index = lengths // size
-    inside = index < np.asarray(layout.capacity)
-    number = jnp.take_along_axis(table, jnp.where(inside, layout.first + index, 0), axis=1)  # [B, M]
-    there = inside & (number != NO_PAGE) & (rows < cache.num_rows)[:, None]
-    stacked = [jnp.stack([x[start:] for x in xs]) for xs in (keys, values)]  # [L, B, K, D]
-    kv = jnp.stack([by_group(plan, x.swapaxes(1, 2)) for x in stacked])  # [2, M, Hp, B, D]
-    # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
-    at = jnp.where(there, number, cache.num_pages).T[None, :, None]  # [1, M, 1, B]
-    which, column = np.ogrid[:2, : plan.heads_per_page]
-    slot = (lengths % size).T[None, :, None]
-    pool = cache.pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
-        kv.astype(cache.pool.dtype), mode="drop"
+    layout = cache.layout
+    run = kernel_or(kernels.append, kernels.append_reference, "Appending")
+    pool = run(
+        cache.pool,
+        keys,
+        values,
+        lengths=slots.lengths,
+        rows=slots.rows,
+        table=cache.table,
+        first=layout.first,
+        capacity=np.asarray(layout.capacity, np.int32),
+        heads=plan.head_at,
+        start=start,
     )
-    return replace(cache, pool=pool, tail=cache.tail.at[rows].add(1, mode="drop"))
+    return replace(cache, pool=pool, tail=cache.tail.at[slots.rows].add(1, mode="drop"))

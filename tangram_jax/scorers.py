@@ -11,7 +11,7 @@ arguments of jit. Padding rows and candidates may hold anything finite: they are
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import flax.struct
 import jax
@@ -56,6 +56,23 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
+class WindowScorer(Scorer, Protocol):
+    """A scorer that ranks by window attention alone, whose sums a kernel can take: f32[H, C] over any heads H.
+
+    `sums`: over a KV head's query heads and the last `window` valid queries, exp(power * (s - lse)).
+    """
+
+    power: ClassVar[int]
+    window: int
+
+    def from_sums(
+        self, sums: Float[Array, "H C"], queries: Int[Array, ""], valid: Bool[Array, "H C"]
+    ) -> Float[Array, "H C"]:
+        """The scores; `queries` is the number of summands, query heads included. Only their order matters."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SnapKV:
     """SnapKV: attention that the chunk's last queries pay to each candidate (METHODS.md).
@@ -68,6 +85,7 @@ class SnapKV:
     window: int = 32
     pool: int = 7
     name: ClassVar[str] = "snapkv"
+    power: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check(self.window >= 1, f"snapkv: window must be at least 1, found {self.window}")
@@ -85,6 +103,12 @@ class SnapKV:
         attention = probability.sum(axis=2) / jnp.maximum(rows, 1)  # [K, G, C]: mean over the window
         return _pooled(attention.mean(axis=1), x.valid, self.pool)
 
+    def from_sums(
+        self, sums: Float[Array, "H C"], queries: Int[Array, ""], valid: Bool[Array, "H C"]
+    ) -> Float[Array, "H C"]:
+        """See `WindowScorer`."""
+        return _pooled(sums / jnp.maximum(queries, 1), valid, self.pool)
+
 
 @dataclasses.dataclass(frozen=True)
 class KVCompress:
@@ -98,6 +122,7 @@ class KVCompress:
     window: int = 32
     pool: int = 7
     name: ClassVar[str] = "kv_compress"
+    power: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         _check(self.window >= 1, f"kv_compress: window must be at least 1, found {self.window}")
@@ -114,6 +139,13 @@ class KVCompress:
     def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
         probability, _ = _window_attention(x, self.window)
         return _pooled(jnp.square(probability).sum(axis=(1, 2)), x.valid, self.pool)
+
+    def from_sums(
+        self, sums: Float[Array, "H C"], queries: Int[Array, ""], valid: Bool[Array, "H C"]
+    ) -> Float[Array, "H C"]:
+        """See `WindowScorer`."""
+        del queries
+        return _pooled(sums, valid, self.pool)
 
 
 @dataclasses.dataclass(frozen=True)

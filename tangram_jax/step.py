@@ -14,7 +14,7 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from tangram_jax.attention import DecodeAttention, chunk_attention
-from tangram_jax.cache import NO_PAGE, Cache
+from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
 from tangram_jax.pages import LayerPages, StepPages
@@ -159,7 +159,6 @@ def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> Slots:
     there = (decode.rows < cache.num_rows)[:, None]
     return Slots(
         rows=decode.rows,
-        table=cache.table.at[decode.rows].get(mode="fill", fill_value=NO_PAGE),
         lengths=jnp.where(there, plan.lengths(tokens) + tail[:, None], 0),
     )
 

@@ -1,0 +1,54 @@
+"""Appending one token's keys and values of all layers to a paged cache, in place."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from pallas_kernels.append.reference import append_reference
+from pallas_kernels.support import check_pages
+
+__all__ = ["append", "append_reference", "check_supported"]
+
+
+def append(
+    pool: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    *,
+    lengths: jax.Array,
+    rows: jax.Array,
+    table: jax.Array,
+    first: np.ndarray,
+    capacity: np.ndarray,
+    heads: np.ndarray,
+    start: int = 0,
+) -> jax.Array:
+    """Writes entry lengths[b, m] of every group m of every request b. The pool is changed in place where it is donated.
+
+    Args:
+      pool: [num_pages, 2, Hp, P, D].
+      keys, values: of each layer [start + B, K, D], the new tokens last; stacking them is not needed.
+      lengths: i32[B, M], entries of each group before.
+      rows: i32[B] of the table; a number of no row is an empty slot, and dropped.
+      table: i32[rows, R] flat rows of page numbers, negative where there is no page: such entries are dropped.
+      first: i32[M] position of each group in a flat row.
+      capacity: i32[M] pages that a group has room for in a flat row; entries beyond are dropped.
+      heads: i32[M, Hp], layer * K + KV head of each column; negative where a column is empty (anything is written there).
+      start: rows of `keys` and `values` before the new tokens.
+
+    Raises:
+      NotImplementedError: naming what no kernel supports; `append_reference` takes the same arguments.
+    """
+    check_supported(pool, keys)
+    from pallas_kernels.append.mosaic_gpu import append_mosaic_gpu
+
+    return append_mosaic_gpu(
+        pool, keys, values, lengths=lengths, rows=rows, table=table, first=first, capacity=capacity, heads=heads,
+        start=start,
+    )  # fmt: skip
+
+
+def check_supported(pool: jax.Array, keys: Sequence[jax.Array], *, device: jax.Device | None = None) -> None:
+    """Raises NotImplementedError, naming the feature, where `append` has no kernel."""
+    check_pages(pool, keys[0].dtype, device=device)

@@ -1,0 +1,138 @@
+"""Writing kept entries for Hopper GPUs, in Pallas' Mosaic GPU: rows gathered from where they lie, straight into pages.
+
+A CTA writes one column's keys or values of one page, [P, D] entries that lie together in the pool: each thread loads 16
+bytes of as many rows as its registers hold, then stores them. An entry that stays is loaded from its own place.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels import row_loads as ops
+
+ELEMENTS = 8192  # under way at a time: 64 of each thread
+i32 = jnp.int32
+
+
+def write_pages_mosaic_gpu(
+    pool: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    tail: jax.Array,
+    *,
+    source: jax.Array,
+    pages: jax.Array,
+    heads: np.ndarray,
+    interpret: Any = None,
+) -> jax.Array:
+    """See `pallas_kernels.keep.write_pages`."""
+    groups, columns = heads.shape
+    body = functools.partial(_kernel, interpret is not None)
+
+    def write_pages(*refs: Any) -> None:  # the name that profiles show
+        body(refs[:5], refs[5 : 5 + len(keys)], refs[5 + len(keys) :])
+
+    kernel = plgpu.kernel(
+        write_pages,
+        grid=(2 * columns, pages.shape[1], groups),
+        grid_names=("part", "page", "group"),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    ref = jax.new_ref(pool)
+    head = jnp.asarray(np.maximum(heads, 0).astype(np.int32))
+    kernel(ref, tail, source.astype(i32), pages.astype(i32), head, *keys, *values)
+    return jax.freeze(ref)
+
+
+def _kernel(interpreted: bool, refs: Any, keys: Any, values: Any) -> None:
+    pool, tail, source, pages, heads = refs
+    num_pages, _, _, size, head_dim = pool.shape
+    part, page, group = (lax.axis_index(name) for name in ("part", "page", "group"))
+    which, column = lax.rem(part, i32(2)), lax.div(part, i32(2))
+    number, head = pages[group, page], heads[group, column]
+    step = max(n for n in range(1, size + 1) if size % n == 0 and n * head_dim <= ELEMENTS)
+
+    @pl.when((number >= 0) & (number < num_pages))
+    def _write() -> None:
+        for entry in range(0, size, step):
+            if interpreted:
+                _copy_plainly(
+                    pool, tail, source, keys, values, group, column, which, number, head, page, entry, step
+                )
+                continue
+            place = (entry, group, column, which, number, head, page)
+            rows = _load((step, head_dim), pool, tail, source, keys, values, place)
+            pool.at[number, which, column, pl.ds(entry, step)][...] = rows
+
+
+def _load(
+    shape: tuple[int, ...], pool: Any, tail: Any, source: Any, keys: Any, values: Any, place: tuple[Any, ...]
+) -> jax.Array:
+    """[step, D]: the entries from `entry` on of one page, column, and keys or values."""
+    layers, kv_heads = len(keys), keys[0].shape[1]
+    (_, _, columns, size, head_dim), window = pool.shape, tail.shape[3]
+    entry, *given = place
+
+    def address(
+        position: Any, group: Any, column: Any, which: Any, number: Any, head: Any, page: Any, *refs: Any
+    ) -> Any:
+        pool, tail, source, *layers_kv = refs
+        row, d = position
+        row = arith.addi(row, ops.constant(entry))
+        per_head = source.type.shape[2]
+        at = ops.muladd((group, columns * per_head), (column, per_head), (page, size), (row, 1))
+        candidate = ops.load_index(source, at)
+        layer = arith.divui(head, ops.constant(kv_heads))
+        is_key = arith.cmpi(arith.CmpIPredicate.eq, which, ops.constant(0))
+        key, value = (ops.pick_pointer(x, layer) for x in (layers_kv[:layers], layers_kv[layers:]))
+        token = arith.subi(candidate, ops.constant(window))
+        inner = arith.remui(head, ops.constant(kv_heads))
+        in_chunk = ops.muladd((token, kv_heads * head_dim), (inner, head_dim))
+        kv_group = ops.muladd((which, tail.type.shape[1]), (group, 1))
+        in_tail = ops.muladd((kv_group, columns * window), (column, window), (candidate, 1))
+        in_pool = ops.muladd((number, 2 * columns * size), (which, columns * size), (column, size), (row, 1))
+        new = arith.cmpi(arith.CmpIPredicate.sge, candidate, ops.constant(window))
+        old = arith.cmpi(arith.CmpIPredicate.slt, candidate, ops.constant(0))
+        pointer = arith.select(new, arith.select(is_key, key, value), ops.pointer_of(tail))
+        offset = arith.select(new, in_chunk, arith.muli(in_tail, ops.constant(head_dim)))
+        pointer = arith.select(old, ops.pointer_of(pool), pointer)
+        offset = arith.select(old, arith.muli(in_pool, ops.constant(head_dim)), offset)
+        return pointer, arith.addi(offset, d)
+
+    return ops.load_vectors(shape, pool.dtype, (*given, pool, tail, source, *keys, *values), address)
+
+
+def _copy_plainly(
+    pool: Any, tail: Any, source: Any, keys: Any, values: Any,
+    group: Any, column: Any, which: Any, number: Any, head: Any, page: Any, entry: int, step: int,
+) -> None:  # fmt: skip
+    kv_heads, window, size = keys[0].shape[1], tail.shape[3], pool.shape[3]
+    layer, inner = lax.div(head, i32(kv_heads)), lax.rem(head, i32(kv_heads))
+
+    def one(r: Any, _: Any) -> tuple[()]:
+        candidate = source[group, column, page * size + entry + r]
+        place = pool.at[number, which, column, entry + r]
+
+        @pl.when((candidate >= 0) & (candidate < window))
+        def _from_tail() -> None:
+            place[...] = tail.at[which, group, column, jnp.clip(candidate, 0, window - 1)][...]
+
+        token = jnp.maximum(candidate - window, 0)
+        for n, layers in enumerate((keys, values)):
+            for index, x in enumerate(layers):
+
+                @pl.when((candidate >= window) & (which == n) & (layer == index))
+                def _from_chunk(x: Any = x) -> None:
+                    place[...] = x.at[token, inner][...]
+
+        return ()
+
+    lax.fori_loop(0, step, one, ())

@@ -1,0 +1,40 @@
+"""What the kernels that write a paged cache ask of it and of the device."""
+
+from typing import Any
+
+import jax
+
+HEAD_DIMS = (64, 128, 256)
+
+
+def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None) -> None:
+    """Raises NotImplementedError, naming the feature, for a pool [num_pages, 2, Hp, P, D] or device without kernels."""
+    check_one_device(pool)
+    if pool.shape[4] not in HEAD_DIMS:
+        raise NotImplementedError(f"head dimension {pool.shape[4]}: the kernels have {HEAD_DIMS}")
+    if pool.dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"pool of {pool.dtype}: the kernels take bfloat16 and float16")
+    if dtype != pool.dtype:
+        raise NotImplementedError(
+            f"entries of {dtype} for a pool of {pool.dtype}: the kernels take equal dtypes"
+        )
+    check_device(device)
+
+
+def check_one_device(array: jax.Array) -> None:
+    """Raises NotImplementedError for an array on a mesh of several devices."""
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.size > 1:
+        raise NotImplementedError(
+            f"a cache on a mesh of {mesh.size} devices: the kernels know one device's pages"
+        )
+
+
+def check_device(device: jax.Device | None = None) -> None:
+    """Raises NotImplementedError where the device (by default the first) is no Hopper GPU."""
+    device = jax.devices()[0] if device is None else device
+    if device.platform != "gpu":
+        raise NotImplementedError(f"platform {device.platform}: the kernels run on NVIDIA Hopper GPUs")
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != "9.0":
+        raise NotImplementedError(f"compute capability {capability}: the kernels run on 9.0 (Hopper)")

@@ -1,0 +1,88 @@
+"""On a Hopper GPU: a conversation whose cache is written by the kernels against the same one in XLA operations."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from models.testing import random_params, tiny_config
+from pallas_kernels import support
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = tiny_config(num_layers=3, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+ROW = np.int32(2)
+
+
+def conversation(plan, scorer: tj.scorers.Scorer) -> tuple[tj.Cache, np.ndarray]:
+    """Three chunks, some tokens decoded next to other rows, and the next turn, in fresh jits."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
+    prefill = jax.jit(partial(tj.prefill_chunk, scorer=scorer), static_argnums=(1, 2), donate_argnums=3)
+    decode = jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnums=3)
+    tokens = np.random.default_rng(0).integers(8, CONFIG.vocab_size, 800).astype(np.int32)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=2000, max_requests=4, max_tokens=1024, max_tail=32, dtype=jnp.bfloat16
+    )
+    for row in (0, ROW):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(900), np.int32(32))
+
+    def run(cache, start, count):
+        part = np.pad(tokens[start : start + count], (0, 256 - count))
+        return prefill(params, CONFIG, plan, cache, row=ROW, tokens=part, count=np.int32(count))
+
+    for start, count in ((0, 256), (256, 256), (512, 40)):
+        _, cache = run(cache, start, count)
+    for i in range(9):
+        _, cache = decode(
+            params, CONFIG, plan, cache,
+            rows=np.array([ROW, 9, 0], np.int32), tokens=tokens[552 + i] + np.arange(3, dtype=np.int32),
+        )  # fmt: skip
+    logits, cache = run(cache, 561, 200)
+    return cache, np.asarray(logits, np.float64)
+
+
+def entries(cache: tj.Cache) -> set[bytes]:
+    """All keys and values, wherever they lie in their pages."""
+    rows = np.asarray(cache.pool).reshape(-1, CONFIG.head_dim)
+    return {row.tobytes() for row in rows[rows.any(axis=1)]}
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("for this test")
+
+    return lambda: monkeypatch.setattr(support, "check_device", refuse)
+
+
+def plan_of(cluster: str, page_size: int) -> tj.CachePlan:
+    budgets = np.random.default_rng(1).uniform(0.1, 0.9, (1, 3, 4)).astype(np.float32)
+    profile = tj.BudgetProfile.from_ratios(budgets, retention=0.5, alpha=0.0)
+    return tj.CachePlan.build(profile, 2, page_size, cluster)
+
+
+@pytest.mark.parametrize(("cluster", "page_size"), [("layer", 64), ("model", 16)])
+def test_the_pool_is_the_same_bit_for_bit(cluster, page_size, without_kernels):
+    plan, scorer = plan_of(cluster, page_size), tj.get_scorer("keydiff")
+    fast, fast_logits = conversation(plan, scorer)
+    without_kernels()
+    slow, slow_logits = conversation(plan, scorer)
+    np.testing.assert_array_equal(fast.pool, slow.pool)
+    np.testing.assert_array_equal(fast_logits, slow_logits)
+    np.testing.assert_array_equal(fast.tail, slow.tail)
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "kv_compress"])
+def test_scores_of_the_kernel_keep_the_same_entries(scorer, without_kernels):
+    """Sums in another order: a few entries at the border of a budget may differ, no more."""
+    plan = plan_of("layer", 64)
+    fast, fast_logits = conversation(plan, tj.get_scorer(scorer))
+    without_kernels()
+    slow, slow_logits = conversation(plan, tj.get_scorer(scorer))
+    got, want = entries(fast), entries(slow)
+    assert len(want) > 3000
+    assert len(got & want) > 0.97 * len(want)
+    assert np.linalg.norm(fast_logits - slow_logits) < 0.05 * np.linalg.norm(slow_logits)
