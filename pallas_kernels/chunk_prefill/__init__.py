@@ -81,7 +81,7 @@ def plan_chunk(
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),
-        starts=starts, sizes=sizes, rows=rows, window=window,
+        starts=starts, sizes=sizes, rows=rows, window=window, num_ctas=tuning.ctas(),
     )  # fmt: skip
 
 

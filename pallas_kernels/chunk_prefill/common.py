@@ -22,6 +22,8 @@ class Config:
     page: int
     block: int
     num_ctas: int
+    stride: int  # between the parts of a tile
+    cuts: bool  # whether there are any
     scale: float
     soft_cap: float | None
     window: int | None
@@ -66,6 +68,7 @@ class Config:
 class Refs(NamedTuple):
     tiles: Any  # i32[n, TILE_COLUMNS]
     count: Any  # i32[1]
+    sync: Any  # i32[tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
     q: Any  # [T, K * Gp, D]
     k: Any  # [T, K, D]
@@ -73,6 +76,8 @@ class Refs(NamedTuple):
     pool: Any  # [num_pages, 2, Hp, P, D]
     out: Any  # [T, K * Gp, D]
     lse: Any  # f32[T, K * Gp]
+    part: Any  # f32[num_parts, warpgroups, 64, D]: results of pieces
+    part_ml: Any  # f32[num_parts, warpgroups, 2, 64]
     q_s: Any = None  # [warpgroups, 64, D]
     k_s: Any = None  # [stages, block, D]
     v_s: Any = None
@@ -104,11 +109,15 @@ class Tile(NamedTuple):
     chunk_last: Any
     chunk_first: Any
     chunk_free: Any
+    history_first: Any
+    part: Any
+    pieces: Any
 
     def block(self, cfg: Config, j: Any) -> tuple[Any, Any]:
         """Whether the tile's j-th block is history, and its first entry in the history or in the chunk."""
         f = j - self.masked  # among those without a mask
-        full = lax.div(self.length, i32(cfg.block))
+        whole = lax.div(self.length, i32(cfg.block))
+        full = whole - self.history_first
         partial = lax.rem(self.length, i32(cfg.block)) > 0
         history = jnp.where(f < 0, partial & (j == self.masked - 1), f < full)
         edge = self.chunk_first + (j - self.diagonal)
@@ -117,7 +126,7 @@ class Tile(NamedTuple):
             jnp.where(j < self.diagonal, self.chunk_last - j, edge),
             self.chunk_free + f - full,
         )
-        in_history = jnp.where(f < 0, full, f)
+        in_history = jnp.where(f < 0, whole, self.history_first + f)
         return history, jnp.where(history, in_history, in_chunk) * cfg.block
 
 

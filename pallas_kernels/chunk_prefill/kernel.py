@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.chunk_prefill import device_ops
+from pallas_kernels.chunk_prefill import device_ops, parts
 from pallas_kernels.chunk_prefill.common import LOG2E, Config, Refs, Tile, f32, i32, rounds_of, tile_of
 from pallas_kernels.chunk_prefill.load import load
 from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
@@ -30,7 +30,7 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     wgs, stages = cfg.tuning.warpgroups, cfg.tuning.stages
 
     def body(*smem: Any) -> None:
-        refs = gmem._replace(**dict(zip(Refs._fields[9:], smem, strict=False)))
+        refs = gmem._replace(**dict(zip(Refs._fields[Refs._fields.index("q_s") :], smem, strict=False)))
         wg = lax.axis_index("wg")
         pl.when(wg < wgs)(functools.partial(_compute, cfg, refs, wg))
         pl.when(wg == wgs)(functools.partial(load, cfg, refs))
@@ -62,8 +62,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
 
     def one_tile(n: Any, done: Any) -> Any:
         tile = tile_of(cfg, refs, cta, n)
-        position, head = cfg.place(wg)
-        first = tile.row - tile.segment + position
+        first = tile.row - tile.segment + cfg.place(wg)[0]
         work = Products(cfg, refs, wg, tile.masked + tile.free, done)
 
         def soften(masked: bool, j: Any, s: Any, m: Any, norm: Any) -> tuple[Any, ...]:
@@ -96,18 +95,24 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             plgpu.layout_cast(jnp.zeros((ROWS,), f32), BY_ROW),
         )
         plgpu.barrier_wait(refs.q_full)
-        start, one_block = 0, in_turn
+        start, one_block = i32(0), in_turn
         if cfg.fused:
             p, m, norm, _ = soften(True, 0, work.scores(0), *carry[1:])
-            carry, start, one_block = (carry[0], m, norm, p), 1, fused
+            carry, start, one_block = (carry[0], m, norm, p), i32(1), fused
         carry = lax.fori_loop(start, tile.masked, functools.partial(one_block, True), carry)
-        carry = lax.fori_loop(tile.masked, work.blocks, functools.partial(one_block, False), carry)
+        carry = lax.fori_loop(
+            jnp.maximum(tile.masked, start), work.blocks, functools.partial(one_block, False), carry
+        )
         acc, m, norm, *p = carry
         if cfg.fused:
             acc = work.weigh(acc, p[0], work.blocks - 1)
-        out = acc * _spread(1.0 / norm, out_shape)
-        lse = (m + jnp.log2(norm)) * (1 / LOG2E)
-        _write(cfg, refs, wg, tile, position, head, out, lse)
+        if cfg.cuts:
+            pl.when(tile.pieces < 0)(lambda: parts.leave(cfg, refs, wg, tile, acc, m, norm))
+            pl.when(tile.pieces >= 0)(
+                lambda: _write(cfg, refs, wg, tile, *parts.gather(cfg, refs, wg, tile, acc, m, norm))
+            )
+        else:
+            _write(cfg, refs, wg, tile, acc, m, norm)
         return done + work.blocks
 
     if cfg.ping_pong and cfg.fused:
@@ -150,12 +155,13 @@ def _visible(cfg: Config, tile: Tile, j: Any, first: Any) -> Any:
     return seen
 
 
-def _write(
-    cfg: Config, refs: Refs, wg: Any, tile: Tile, position: Any, head: Any, out: Any, lse: Any
-) -> None:
-    """Stores the rows of tokens that are the request's."""
+def _write(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
+    """Normalises and stores the rows of tokens that are the request's."""
+    position, head = cfg.place(wg)
     row, column = tile.row + position, tile.head * cfg.group + head
     there = tile.end - row  # positions that are
+    out = acc * _spread(1.0 / norm, acc.shape)
+    lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
         device_ops.store_rows(out.astype(refs.out.dtype), refs.out, row, column, there, cfg.positions)
         device_ops.store_values(lse, refs.lse, row, column, there, cfg.positions)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_prefill.common import Config
 from pallas_kernels.chunk_prefill.kernel import kernel_body
 from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning, padded_group
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, ROWS, Tuning, padded_group
 
 f32 = jnp.float32
 
@@ -50,13 +50,17 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
-        num_ctas=min(tuning.num_ctas or _num_sms(), plan.tiles.shape[0]),
+        num_ctas=min(tuning.ctas(), plan.tiles.shape[0]),
+        stride=plan.stride,
+        cuts=plan.num_parts > 0,
         scale=scale,
         soft_cap=soft_cap,
         window=plan.window,
         interpreted=interpret is not None,
         tuning=tuning,
     )
+
+    num_parts = max(plan.num_parts, 1)
 
     def chunk_prefill(*refs):  # the name that profiles show
         kernel_body(config, pool.dtype, *refs)
@@ -66,6 +70,8 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         out_type=[
             jax.ShapeDtypeStruct(rows.shape, q.dtype),
             jax.ShapeDtypeStruct(rows.shape[:2], f32),
+            jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, ROWS, head_dim), f32),
+            jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, 2, ROWS), f32),
         ],
         grid=(config.num_ctas,),
         grid_names=("cta",),
@@ -74,12 +80,6 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out, lse = kernel(plan.tiles, plan.count, plan.table, rows, k, v, pool)
+    out, lse, *_ = kernel(plan.tiles, plan.count, plan.sync, plan.table, rows, k, v, pool)
     out, lse = out.reshape(-1, heads, padded, head_dim), lse.reshape(-1, heads, padded)
     return out[:tokens, :, :group], lse[:tokens, :, :group]
-
-
-def _num_sms() -> int:
-    """SMs of the default GPU; 132 (Hopper SXM) where there is none."""
-    device = jax.devices()[0]
-    return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132

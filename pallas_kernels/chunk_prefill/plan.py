@@ -4,10 +4,14 @@ A tile is `positions` consecutive tokens of one request, with all G queries of o
 those that need a mask (the diagonal of the chunk, the far edge of a sliding window, the history's last partial block)
 and those that do not (the rest of the history, then of the chunk). Tiles are ordered by falling work and dealt to the CTAs
 back and forth. All of it is a few array operations on the device.
+
+Where tiles are few for the CTAs and of unequal work, long histories are cut into pieces that are tiles of their own. They
+come first in the order; the tile that they were cut from waits for their results and puts them together. So every CTA gets
+to the tiles that wait after all pieces of its own, and nothing deadlocks.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +26,15 @@ LENGTH, OFFSET, COLUMN = range(
 )  # of the head's history: entries, place in the flat tables, column in the page
 MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on the diagonal
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
+HISTORY_FIRST = 13  # the first block of the history without a mask
+# A tile's history may be cut into pieces, which other CTAs work on. PIECES: how many others there are, or -1 in a row that
+# is one of them; PART: where the first of them, or this one, leaves its result.
+PART, PIECES = 14, 15
 TILE_COLUMNS = 16
+MAX_PIECES = 16  # of all heads of a layer; each is a tile for every block of queries
+MIN_PIECE = 8  # blocks
+CUT_BELOW = 2  # tiles for each CTA; with more of them whole tiles balance
+SYNC_COLUMNS = 8  # at least as many as computing warpgroups
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
 
 SORTED_BY_COUNTING = 4096  # up to so many tiles, comparing all pairs is faster than a sort
@@ -38,11 +50,14 @@ class ChunkPlan:
     table: jax.Array  # i32[rows * R]
     starts: jax.Array  # i32[B]
     sizes: jax.Array  # i32[B]
+    sync: jax.Array  # i32[tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
     heads: jax.Array  # i32[B, K, 3]: length, offset, column; for the reference
     page_size: int = dataclasses.field(metadata={"static": True})
     positions: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
+    stride: int = dataclasses.field(metadata={"static": True})  # between a tile's parts: its head's tiles
+    num_parts: int = dataclasses.field(metadata={"static": True})  # results of pieces at most
 
 
 def plan_chunk(
@@ -59,6 +74,7 @@ def plan_chunk(
     sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
+    num_ctas: int = 132,
 ) -> ChunkPlan:
     """Divides the attention of a chunk in one layer.
 
@@ -74,6 +90,7 @@ def plan_chunk(
       sizes: i32[B] tokens of each request. Without both: B requests of equal size, one after the other.
       rows: i32[B] table row of each request; `arange(B)` if None.
       window: a query sees the `window` last tokens of its chunk, itself included. All of the history is visible.
+      num_ctas: CTAs that share the work.
     """
     batch, heads = lengths.shape
     i32 = jnp.int32
@@ -122,16 +139,25 @@ def plan_chunk(
     history_work = -(-length // block)
     masked = by_tile(masked) + (entries % block > 0)
     free = by_tile(free) + entries // block
+    pieces = _Pieces.none(heads)
+    cuttable = xp is np and batch == 1 and num_blocks * heads <= CUT_BELOW * num_ctas
+    if cuttable:
+        pieces = _cut(own_work, history_work[0], length[0] // block, num_ctas)
+        history_work -= pieces.cut[None]
+        free = free - pieces.cut[None]
     if xp is np and batch == 1:
         place = _places(own_work, history_work[0])
     else:
         place = _places_by_pairs(by_tile(own_work) + jnp.where(there[:, None], history_work[request], 0))
-    head = np.broadcast_to(np.arange(heads, dtype=np.int32), (num_blocks, heads))
+
+    def by_head(x: Any) -> Any:
+        return jnp.broadcast_to(x, (num_blocks, heads))
+
     values: dict[int, Any] = {
         ROW: by_tile(segment + at),
         END: by_tile(segment + sizes[request]),
         SEGMENT: by_tile(segment),
-        HEAD: head,
+        HEAD: by_head(np.arange(heads, dtype=np.int32)),
         LENGTH: entries,
         OFFSET: offset[request],
         COLUMN: columns[request],
@@ -141,15 +167,39 @@ def plan_chunk(
         CHUNK_LAST: by_tile(chunk_last),
         CHUNK_FIRST: by_tile(chunk_first),
         CHUNK_FREE: by_tile(chunk_free),
+        HISTORY_FIRST: by_head(pieces.cut),
+        PART: by_head(pieces.base) * num_blocks + number[:, None],
+        PIECES: by_head(pieces.count),
     }
-    nothing = jnp.zeros((num_blocks, heads), i32)
-    tiles = jnp.stack([values.get(c, nothing) for c in range(TILE_COLUMNS)], axis=-1).reshape(
-        -1, TILE_COLUMNS
-    )
+    tiles = jnp.stack([values[c] for c in range(TILE_COLUMNS)], axis=-1)  # [blocks, K, columns]
+    first_rows = jnp.zeros((0, TILE_COLUMNS), i32)
+    cut_rows = i32(0)
+    if cuttable:
+        row_of = tiles[:, pieces.head].swapaxes(0, 1)  # [pieces, blocks, columns]
+        index = jnp.arange(MAX_PIECES)[:, None]
+        own = {
+            MASKED: jnp.zeros_like(index),
+            FREE: pieces.size,
+            HISTORY_FIRST: pieces.first[:, None],
+            PART: index * num_blocks + number[None],
+            PIECES: jnp.full_like(index, -1),
+        }
+        shape = row_of.shape[:2]
+        columns_of = [
+            jnp.broadcast_to(own[c], shape) if c in own else row_of[..., c] for c in range(TILE_COLUMNS)
+        ]
+        first_rows = jnp.stack(columns_of, axis=-1).reshape(-1, TILE_COLUMNS)
+        cut_rows = pieces.count.sum() * num_blocks
+    tiles = tiles.reshape(-1, TILE_COLUMNS)
+    rows_of = jnp.concatenate([first_rows, jnp.zeros_like(tiles)])
+    tiles = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
+    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
+    zero = jnp.minimum(length[:1, :1], 0)
     return ChunkPlan(
-        tiles=jnp.zeros_like(tiles).at[place].set(tiles, unique_indices=True, mode="promise_in_bounds"),
-        count=jnp.asarray(stop[-1:] * heads, i32),
+        tiles=tiles,
+        count=jnp.asarray(stop[-1:] * heads, i32) + cut_rows,
         table=table.reshape(-1),
+        sync=jnp.broadcast_to(zero, (num_blocks * heads, SYNC_COLUMNS)),
         starts=jnp.asarray(starts),
         sizes=jnp.asarray(sizes),
         heads=jnp.stack([length, offset, columns], axis=-1),
@@ -157,7 +207,41 @@ def plan_chunk(
         positions=positions,
         block=block,
         window=window,
+        stride=num_blocks,
+        num_parts=MAX_PIECES * num_blocks if cuttable else 0,
     )
+
+
+class _Pieces(NamedTuple):
+    """Pieces of `size` blocks cut from the front of the heads' histories."""
+
+    count: Any  # i32[K]: how many
+    base: Any  # i32[K]: the number of a head's first piece
+    cut: Any  # i32[K]: blocks of them together
+    head: Any  # i32[MAX_PIECES]: the head of each piece
+    first: Any  # i32[MAX_PIECES]: each piece's first block
+    size: Any
+
+    @staticmethod
+    def none(heads: int) -> "_Pieces":
+        zero = np.zeros(heads, np.int32)
+        return _Pieces(zero, zero, zero, None, None, None)
+
+
+def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int) -> _Pieces:
+    """Pieces of a length that makes at most MAX_PIECES of all histories; none where whole tiles balance well enough."""
+    blocks, heads = own.shape[0], history.shape[0]
+    total = own.sum() * heads + history.sum() * blocks
+    rounds = -(-blocks * heads // num_ctas)
+    balanced = (history.max() + own.max()) * (rounds * num_ctas * 10) <= total * 11
+    size = jnp.maximum(-(-history.sum() // MAX_PIECES), MIN_PIECE)
+    # The rest of a head is not empty, and may hold a partial block.
+    count = jnp.where(balanced, 0, jnp.minimum(jnp.maximum(-(-history // size) - 1, 0), full // size))
+    stop = jnp.cumsum(count, dtype=jnp.int32)
+    number = np.arange(MAX_PIECES)
+    head = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=jnp.int32), heads - 1)
+    base = stop - count
+    return _Pieces(count, base, count * size, head, (number - base[head]) * size, size)
 
 
 def _places(own: np.ndarray, history: jax.Array) -> jax.Array:

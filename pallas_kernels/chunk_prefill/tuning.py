@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 
 
@@ -22,6 +24,13 @@ class Tuning:
     def block(self, head_dim: int) -> int:
         """Entries of one step."""
         return min(max(self.tile_bytes // (2 * head_dim), 64), 128)
+
+    def ctas(self) -> int:
+        """CTAs of a call: one per SM of the default GPU; 132 (Hopper SXM) where there is none."""
+        if self.num_ctas is not None:
+            return self.num_ctas
+        device = jax.devices()[0]
+        return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
 
     def positions(self, group: int) -> int:
         """Tokens of one tile, for G query heads per KV head."""

@@ -29,33 +29,50 @@ def test_reference_matches_dense_float64(options):
     np.testing.assert_allclose(lse, want_lse, atol=2e-6)
 
 
-def seen_by(plan: cp.ChunkPlan, heads: int) -> dict[tuple[int, int], set[tuple[str, int]]]:
+def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     """Blocks of every tile, by (row, head), as the kernel counts them out; the masked ones marked."""
-    result = {}
-    for tile in np.asarray(plan.tiles)[: int(plan.count[0])]:
+    result: dict[tuple[int, int], set[tuple[str, int]]] = {}
+    taken: dict[tuple[int, int], set[tuple[str, int]]] = {}
+    pieces: dict[tuple[int, int], list[int]] = {}
+    for tile in np.asarray(plan.tiles)[: int(plan.count[0])].tolist():
+        where = tile[P.ROW], tile[P.HEAD]
+        if tile[P.PIECES] < 0:
+            pieces.setdefault(where, []).append(tile[P.PART])
+            assert tile[P.MASKED] == 0
+            assert where not in result  # pieces come before the tile that waits for them
+        elif tile[P.PIECES]:
+            parts = [tile[P.PART] + i * plan.stride for i in range(tile[P.PIECES])]
+            assert sorted(pieces.pop(where)) == parts
         blocks = []
-        full = tile[P.LENGTH] // plan.block
-        partial = int(tile[P.LENGTH] % plan.block > 0)
-        blocks += [("own, masked", tile[P.CHUNK_LAST] - j) for j in range(tile[P.DIAGONAL])]
-        edges = tile[P.MASKED] - tile[P.DIAGONAL] - partial
-        blocks += [("own, masked", tile[P.CHUNK_FIRST] + j) for j in range(edges)]
-        blocks += [("history, masked", full)] * partial
-        blocks += [("history", j) for j in range(full)]
-        blocks += [("own", tile[P.CHUNK_FREE] + j) for j in range(tile[P.FREE] - full)]
+        whole = tile[P.LENGTH] // plan.block
+        partial = int(tile[P.LENGTH] % plan.block > 0 and tile[P.PIECES] >= 0)
+        if tile[P.PIECES] >= 0:
+            blocks += [("own, masked", tile[P.CHUNK_LAST] - j) for j in range(tile[P.DIAGONAL])]
+            edges = tile[P.MASKED] - tile[P.DIAGONAL] - partial
+            blocks += [("own, masked", tile[P.CHUNK_FIRST] + j) for j in range(edges)]
+        blocks += [("history, masked", whole)] * partial
+        history = min(whole - tile[P.HISTORY_FIRST], tile[P.FREE])
+        blocks += [("history", tile[P.HISTORY_FIRST] + j) for j in range(history)]
+        blocks += [("own", tile[P.CHUNK_FREE] + j) for j in range(tile[P.FREE] - history)]
         assert len(blocks) == tile[P.MASKED] + tile[P.FREE]
         assert len(set(blocks)) == len(blocks)
-        result[int(tile[P.ROW]), int(tile[P.HEAD])] = set(blocks)
-    assert len(result) == int(plan.count[0])
+        assert not set(blocks) & taken.setdefault(where, set())
+        taken[where] |= set(blocks)
+        if tile[P.PIECES] >= 0:
+            result[where] = taken[where]
+    assert not pieces
+    assert len(result) == len(taken)
     return result
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 700])
 @pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
 def test_plan_names_every_block_once(given, window):
+    """With one request the sizes are known, and few tiles of unequal work are cut into pieces."""
     rng = np.random.default_rng(0)
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
     lengths = rng.integers(0, 1000, (len(starts), 4)).astype(np.int32)
-    lengths[0, :2] = 0, 256
+    lengths[0] = 0, 256, 5000, 60000
     plan = cp.plan_chunk(
         jnp.asarray(lengths),
         jnp.zeros((len(starts), 99), jnp.int32),
@@ -67,7 +84,7 @@ def test_plan_names_every_block_once(given, window):
         sizes=np.asarray(sizes) if given else None,
         window=window,
     )
-    got = seen_by(plan, 4)
+    got = seen_by(plan)
     want = {}
     for b, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         for at in range(0, size, plan.positions):
@@ -84,8 +101,11 @@ def test_plan_names_every_block_once(given, window):
                 blocks |= {("history, masked", n // plan.block)} if n % plan.block else set()
                 want[start + at, head] = blocks
     assert got == want
-    work = np.asarray(plan.tiles[:, P.MASKED] + plan.tiles[:, P.FREE])[: int(plan.count[0])]
-    assert (np.diff(work) <= 0).all()
+    tiles = np.asarray(plan.tiles)[: int(plan.count[0])]
+    cut = tiles[:, P.PIECES] < 0
+    assert cut.any() != given
+    for rows in (tiles[cut], tiles[~cut]):
+        assert (np.diff(rows[:, P.MASKED] + rows[:, P.FREE]) <= 0).all()
 
 
 def test_plan_without_a_sort_is_the_sorted_one():
@@ -94,7 +114,8 @@ def test_plan_without_a_sort_is_the_sorted_one():
     args = (lengths, jnp.zeros((1, 900), jnp.int32), np.arange(8), np.zeros(8))
     known = cp.plan_chunk(*args, **how)
     given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048]))
-    assert seen_by(known, 8) == seen_by(given, 8)
+    assert seen_by(known) == seen_by(given)
+    assert (known.tiles[:, P.PIECES] == 0).all()  # too many tiles to cut any
     np.testing.assert_array_equal(known.count, given.count)
 
 
@@ -106,7 +127,7 @@ def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
     )  # fmt: skip
     want, want_lse = case.expected()
     mine = ~np.isneginf(want_lse)
-    assert relative_error(np.asarray(out, np.float64)[mine], want[mine]) < 4e-3
+    assert relative_error(np.asarray(out)[mine], want[mine]) < 4e-3
     np.testing.assert_allclose(np.asarray(lse)[mine], want_lse[mine], atol=1e-4)
     assert not gpu_callbacks.get_races().races_found
 
@@ -136,6 +157,14 @@ def test_requests_in_the_interpreter():
 
 def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
+
+
+def test_pieces_of_a_history_in_the_interpreter(monkeypatch):
+    monkeypatch.setattr(P, "MIN_PIECE", 1)
+    case = make_case([[400, 9]], 16, head_dim=64, page_size=64)
+    tuning = cp.Tuning(num_ctas=1)
+    assert (plan_of(case, tuning).tiles[:, P.PIECES] == 3).any()
+    check_interpreted(case, tuning)
 
 
 def test_unsupported_features_are_named():
