@@ -37,6 +37,8 @@ CUT_BELOW = 2  # tiles for each CTA; with more of them whole tiles balance
 SYNC_COLUMNS = 8  # at least as many as computing warpgroups
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
 
+i32 = jnp.int32
+
 SORTED_BY_COUNTING = 4096  # up to so many tiles, comparing all pairs is faster than a sort
 
 
@@ -93,13 +95,104 @@ def plan_chunk(
       num_ctas: CTAs that share the work.
     """
     batch, heads = lengths.shape
-    i32 = jnp.int32
     length = jnp.maximum(lengths.astype(i32), 0)
     table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
     offset = table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None]
     columns = jnp.broadcast_to(jnp.asarray(column, i32)[None], (batch, heads))
-    xp: Any = jnp  # where the sizes are known, so is most of the plan
-    if starts is None or sizes is None:
+    own = _own_blocks(batch, num_tokens, positions, block, window, starts, sizes)
+    blocks, request = own.blocks, own.request
+    one_known = own.known and batch == 1
+
+    # Tiles are [blocks of queries, K].
+    entries = length[request]
+    work = -(-length // block)  # [B, K]
+    pieces = _Pieces.none(heads)
+    cut = one_known and blocks * heads <= CUT_BELOW * num_ctas
+    if cut:
+        pieces = _cut(own.work, work[0], length[0] // block, num_ctas)
+        work = work - pieces.cut[None]
+    if one_known:
+        place = _places(own.work, work[0])
+    else:
+        place = _places_by_pairs(jnp.where(own.there[:, None], own.work[:, None] + work[request], 0))
+    number = np.arange(blocks, dtype=np.int32)[:, None]
+    values: dict[int, Any] = {
+        ROW: own.row[:, None],
+        END: own.end[:, None],
+        SEGMENT: own.segment[:, None],
+        HEAD: np.arange(heads, dtype=np.int32)[None],
+        LENGTH: entries,
+        OFFSET: offset[request],
+        COLUMN: columns[request],
+        MASKED: own.masked[:, None] + (entries % block > 0),
+        FREE: own.free[:, None] + entries // block - pieces.cut[None],
+        DIAGONAL: own.diagonal[:, None],
+        CHUNK_LAST: own.last[:, None],
+        CHUNK_FIRST: own.first[:, None],
+        CHUNK_FREE: own.first_free[:, None],
+        HISTORY_FIRST: pieces.cut[None],
+        PART: pieces.base[None] * blocks + number,
+        PIECES: pieces.count[None],
+    }
+    tiles = _stack(values, (blocks, heads))
+    front, cut_rows = jnp.zeros((0, TILE_COLUMNS), i32), i32(0)
+    if cut:
+        front, cut_rows = pieces.rows(tiles), pieces.count.sum() * blocks
+    tiles = tiles.reshape(-1, TILE_COLUMNS)
+    rows_of = jnp.concatenate([front, jnp.zeros_like(tiles)])
+    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
+    zero = jnp.minimum(length[:1, :1], 0)
+    return ChunkPlan(
+        tiles=rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds"),
+        count=jnp.asarray(own.count * heads, i32).reshape(1) + cut_rows,
+        table=table.reshape(-1),
+        starts=jnp.asarray(own.starts),
+        sizes=jnp.asarray(own.sizes),
+        sync=jnp.broadcast_to(zero, (blocks * heads, SYNC_COLUMNS)),
+        heads=jnp.stack([length, offset, columns], axis=-1),
+        page_size=page_size,
+        positions=positions,
+        block=block,
+        window=window,
+        stride=blocks,
+        num_parts=MAX_PIECES * blocks if cut else 0,
+    )
+
+
+def _stack(values: dict[int, Any], shape: tuple[int, int]) -> jax.Array:
+    return jnp.stack([jnp.broadcast_to(values[c], shape) for c in range(TILE_COLUMNS)], axis=-1).astype(i32)
+
+
+class _Own(NamedTuple):
+    """Blocks of queries of all requests in a line, and the blocks of the chunk that each attends to. NumPy where known."""
+
+    known: bool
+    blocks: int  # how many at most; the arrays below have so many
+    count: Any  # how many there are
+    starts: Any  # i32[B]
+    sizes: Any  # i32[B]
+    request: Any
+    there: Any
+    row: Any
+    end: Any
+    segment: Any
+    masked: Any  # blocks of the chunk with a mask
+    free: Any  # and without
+    diagonal: Any  # the former on the diagonal
+    last: Any
+    first: Any
+    first_free: Any
+
+    @property
+    def work(self) -> Any:
+        return self.masked + self.free
+
+
+def _own_blocks(
+    batch: int, num_tokens: int, positions: int, block: int, window: int | None, starts: Any, sizes: Any
+) -> _Own:
+    xp: Any = jnp
+    if known := starts is None or sizes is None:
         if num_tokens % batch or (batch > 1 and num_tokens // batch % ALIGN):
             raise ValueError(
                 f"{num_tokens} rows are no {batch} requests of a multiple of {ALIGN}: give starts and sizes"
@@ -108,107 +201,37 @@ def plan_chunk(
         sizes = np.full(batch, num_tokens // batch, np.int32)
         xp = np
     starts, sizes = xp.asarray(starts, i32), xp.asarray(sizes, i32)
-
-    # Blocks of queries of all requests in a line; a request's last one may be partial.
-    per_request = -(-sizes // positions)
+    per_request = -(-sizes // positions)  # the last one may be partial
     stop = xp.cumsum(per_request, dtype=i32)
-    num_blocks = -(-num_tokens // positions) + batch - 1 if xp is jnp else int(stop[-1])
-    number = np.arange(num_blocks, dtype=np.int32)
+    blocks = int(stop[-1]) if known else -(-num_tokens // positions) + batch - 1
+    number = np.arange(blocks, dtype=np.int32)
     request = xp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
-    there = number < stop[-1]
     segment = starts[request]
-    at = (number - (stop - per_request)[request]) * positions  # of the tile's first query within its request
-    last = at + positions - 1
-    chunk_last = last // block
-    diagonal = (at + 1) // block  # the first block that some query sees in part
-    chunk_first = xp.zeros_like(at)
-    chunk_free = chunk_first
+    at = (number - (stop - per_request)[request]) * positions  # of the block's first query within its request
+    until = at + positions - 1
+    partly = (at + 1) // block  # the first block of the chunk that some query sees in part
+    first = first_free = xp.zeros_like(at)
     if window is not None:
-        chunk_first = xp.maximum(at - window + 1, 0) // block
-        chunk_free = xp.clip((last - window) // block + 1, 0, diagonal)
-        chunk_free = xp.maximum(chunk_free, chunk_first)
-    num_diagonal = chunk_last - diagonal + 1
-    masked = num_diagonal + (chunk_free - chunk_first)
-    free = diagonal - chunk_free
-    own_work = xp.where(there, masked + free, 0)  # blocks of the chunk
-
-    def by_tile(x: jax.Array) -> jax.Array:  # [blocks] -> [blocks, K]
-        return jnp.broadcast_to(x[:, None], (num_blocks, heads))
-
-    entries = length[request]  # [blocks, K]
-    history_work = -(-length // block)
-    masked = by_tile(masked) + (entries % block > 0)
-    free = by_tile(free) + entries // block
-    pieces = _Pieces.none(heads)
-    cuttable = xp is np and batch == 1 and num_blocks * heads <= CUT_BELOW * num_ctas
-    if cuttable:
-        pieces = _cut(own_work, history_work[0], length[0] // block, num_ctas)
-        history_work -= pieces.cut[None]
-        free = free - pieces.cut[None]
-    if xp is np and batch == 1:
-        place = _places(own_work, history_work[0])
-    else:
-        place = _places_by_pairs(by_tile(own_work) + jnp.where(there[:, None], history_work[request], 0))
-
-    def by_head(x: Any) -> Any:
-        return jnp.broadcast_to(x, (num_blocks, heads))
-
-    values: dict[int, Any] = {
-        ROW: by_tile(segment + at),
-        END: by_tile(segment + sizes[request]),
-        SEGMENT: by_tile(segment),
-        HEAD: by_head(np.arange(heads, dtype=np.int32)),
-        LENGTH: entries,
-        OFFSET: offset[request],
-        COLUMN: columns[request],
-        MASKED: masked,
-        FREE: free,
-        DIAGONAL: by_tile(num_diagonal),
-        CHUNK_LAST: by_tile(chunk_last),
-        CHUNK_FIRST: by_tile(chunk_first),
-        CHUNK_FREE: by_tile(chunk_free),
-        HISTORY_FIRST: by_head(pieces.cut),
-        PART: by_head(pieces.base) * num_blocks + number[:, None],
-        PIECES: by_head(pieces.count),
-    }
-    tiles = jnp.stack([values[c] for c in range(TILE_COLUMNS)], axis=-1)  # [blocks, K, columns]
-    first_rows = jnp.zeros((0, TILE_COLUMNS), i32)
-    cut_rows = i32(0)
-    if cuttable:
-        row_of = tiles[:, pieces.head].swapaxes(0, 1)  # [pieces, blocks, columns]
-        index = jnp.arange(MAX_PIECES)[:, None]
-        own = {
-            MASKED: jnp.zeros_like(index),
-            FREE: pieces.size,
-            HISTORY_FIRST: pieces.first[:, None],
-            PART: index * num_blocks + number[None],
-            PIECES: jnp.full_like(index, -1),
-        }
-        shape = row_of.shape[:2]
-        columns_of = [
-            jnp.broadcast_to(own[c], shape) if c in own else row_of[..., c] for c in range(TILE_COLUMNS)
-        ]
-        first_rows = jnp.stack(columns_of, axis=-1).reshape(-1, TILE_COLUMNS)
-        cut_rows = pieces.count.sum() * num_blocks
-    tiles = tiles.reshape(-1, TILE_COLUMNS)
-    rows_of = jnp.concatenate([first_rows, jnp.zeros_like(tiles)])
-    tiles = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
-    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
-    zero = jnp.minimum(length[:1, :1], 0)
-    return ChunkPlan(
-        tiles=tiles,
-        count=jnp.asarray(stop[-1:] * heads, i32) + cut_rows,
-        table=table.reshape(-1),
-        sync=jnp.broadcast_to(zero, (num_blocks * heads, SYNC_COLUMNS)),
-        starts=jnp.asarray(starts),
-        sizes=jnp.asarray(sizes),
-        heads=jnp.stack([length, offset, columns], axis=-1),
-        page_size=page_size,
-        positions=positions,
-        block=block,
-        window=window,
-        stride=num_blocks,
-        num_parts=MAX_PIECES * num_blocks if cuttable else 0,
+        first = xp.maximum(at - window + 1, 0) // block
+        first_free = xp.maximum(xp.clip((until - window) // block + 1, 0, partly), first)
+    diagonal = until // block - partly + 1
+    return _Own(
+        known=known,
+        blocks=blocks,
+        count=stop[-1],
+        starts=starts,
+        sizes=sizes,
+        request=request,
+        there=number < stop[-1],
+        row=segment + at,
+        end=segment + sizes[request],
+        segment=segment,
+        masked=diagonal + first_free - first,
+        free=partly - first_free,
+        diagonal=diagonal,
+        last=until // block,
+        first=first,
+        first_free=first_free,
     )
 
 
@@ -227,6 +250,20 @@ class _Pieces(NamedTuple):
         zero = np.zeros(heads, np.int32)
         return _Pieces(zero, zero, zero, None, None, None)
 
+    def rows(self, tiles: jax.Array) -> jax.Array:
+        """i32[MAX_PIECES * blocks, TILE_COLUMNS] from the tiles [blocks, K, TILE_COLUMNS] that they are cut from."""
+        cut_from = tiles[:, self.head].swapaxes(0, 1)
+        blocks = tiles.shape[0]
+        number = np.arange(MAX_PIECES, dtype=np.int32)[:, None]
+        values = {c: cut_from[..., c] for c in range(TILE_COLUMNS)} | {
+            MASKED: 0,
+            FREE: self.size,
+            HISTORY_FIRST: self.first[:, None],
+            PART: number * blocks + np.arange(blocks, dtype=np.int32),
+            PIECES: -1,
+        }
+        return _stack(values, (MAX_PIECES, blocks)).reshape(-1, TILE_COLUMNS)
+
 
 def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int) -> _Pieces:
     """Pieces of a length that makes at most MAX_PIECES of all histories; none where whole tiles balance well enough."""
@@ -237,9 +274,9 @@ def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int) ->
     size = jnp.maximum(-(-history.sum() // MAX_PIECES), MIN_PIECE)
     # The rest of a head is not empty, and may hold a partial block.
     count = jnp.where(balanced, 0, jnp.minimum(jnp.maximum(-(-history // size) - 1, 0), full // size))
-    stop = jnp.cumsum(count, dtype=jnp.int32)
+    stop = jnp.cumsum(count, dtype=i32)
     number = np.arange(MAX_PIECES)
-    head = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=jnp.int32), heads - 1)
+    head = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), heads - 1)
     base = stop - count
     return _Pieces(count, base, count * size, head, (number - base[head]) * size, size)
 
@@ -251,14 +288,14 @@ def _places(own: np.ndarray, history: jax.Array) -> jax.Array:
     more = jnp.asarray(
         (own[None] > values[:, None]).sum(1), jnp.int32
     )  # blocks of a head whose own work is larger
-    equal = jnp.asarray((own[None] == values[:, None]).sum(1), jnp.int32)
+    equal = jnp.asarray((own[None] == values[:, None]).sum(1), i32)
     work = own[:, None, None] + history[None, :, None]
     at = jnp.clip(work - history[None, None], -1, most + 1) + 1  # [blocks, K, other heads]
     heads = np.arange(history.shape[0])
     ties = jnp.where(heads[:, None] > heads[None], equal[at], 0)
     block = np.arange(own.shape[0])
     earlier = ((own[:, None] == own[None]) & (block[:, None] > block[None])).sum(1, dtype=np.int32)
-    return ((more[at] + ties).sum(2, dtype=jnp.int32) + earlier[:, None]).reshape(-1)
+    return ((more[at] + ties).sum(2, dtype=i32) + earlier[:, None]).reshape(-1)
 
 
 def _places_by_pairs(work: jax.Array) -> jax.Array:
@@ -269,4 +306,4 @@ def _places_by_pairs(work: jax.Array) -> jax.Array:
         order = jnp.argsort(-work, stable=True)
         return jnp.zeros_like(order).at[order].set(number)
     before = (work[None] > work[:, None]) | ((work[None] == work[:, None]) & (number[None] < number[:, None]))
-    return jax.lax.optimization_barrier(before.sum(1, dtype=jnp.int32))
+    return jax.lax.optimization_barrier(before.sum(1, dtype=i32))
