@@ -101,9 +101,12 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
         after = compress.append(plan, cache, slots, keys, values)
         return (), after.replace(tail=cache.tail)
 
-    tail_kv = jax.jit(tail)(case.cache)[0]
-    scores = jax.jit(score)(case.cache, tail_kv, case.queries, case.keys, case.values, case.lse)[0]
-    order = jax.jit(select)(case.cache, scores)[0]
+    def output(function: Callable[..., Any], *arguments: Any) -> Any:  # without the cache: it would be a copy
+        return jax.jit(lambda *given: function(*given)[0])(case.cache, *arguments)
+
+    tail_kv = output(tail)
+    scores = output(score, tail_kv, case.queries, case.keys, case.values, case.lse)
+    order = output(select, scores)
     one = [[x[:1] for x in xs] for xs in case.new]
     return {
         "tail read": (tail, ()),

@@ -68,15 +68,16 @@ def test_window_sums(options):
     case = make_window(**options)
     got = keep.window_sums(*case.arrays, **case.options)
     assert window_error(got, case) < 1e-4
-    np.testing.assert_array_equal(got, keep.window_sums(*case.arrays, **case.options))
+    again, (_, there) = keep.window_sums(*case.arrays, **case.options), case.expected()
+    np.testing.assert_array_equal(np.where(there, got, 0), np.where(there, again, 0))
 
 
 def test_a_pool_beyond_2_to_31_elements_is_changed_in_place():
     num_pages, page, head_dim = 70_000, 64, 128
-    case = make_case(num_pages=60, page_size=page, head_dim=head_dim, heads_per_page=2, tokens=200)
+    case = make_case(num_pages=120, page_size=page, head_dim=head_dim, heads_per_page=2, tokens=200)
     shape = (num_pages, *case.pool.shape[1:])
     assert np.prod(shape) > 2**31
-    shift = num_pages - 60  # the far end of the pool
+    shift = num_pages - 120  # the far end of the pool
 
     def run(pool, keys, values, tail):
         pool = keep.write_pages(pool, keys, values, tail, **x)
