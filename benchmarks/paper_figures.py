@@ -22,6 +22,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -308,13 +309,14 @@ def main(argv: list[str] | None = None) -> None:
         flashinfer = installed("torch") and installed("flashinfer")
         data = {"device": jax.devices()[0].device_kind, "roof_GBps": read_roof()}
         print(data, flush=True)
-        for name, cases, measure in (
-            ("figure_13", MODELS, figure_13),
-            ("figure_4c", REQUESTS, lambda n: straggler(n, flashinfer)),
-        ):
+        figures: dict[str, list[Callable[[], dict[str, Any]]]] = {
+            "figure_13": [partial(figure_13, model) for model in MODELS],
+            "figure_4c": [partial(straggler, requests, flashinfer) for requests in REQUESTS],
+        }
+        for name, cases in figures.items():
             data[name] = []
-            for case in cases:
-                data[name].append(measure(case))  # type: ignore[operator]
+            for measure in cases:
+                data[name].append(measure())
                 print(json.dumps(data[name][-1]), flush=True)
                 options.out.write_text(json.dumps(data, indent=1))
     if data.get("figure_4c"):
