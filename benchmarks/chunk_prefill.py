@@ -152,7 +152,9 @@ def main(argv: list[str] | None = None) -> None:
             with open(options.csv, "w", newline="") as f:
                 writer = csv.DictWriter(f, list(results[0]))
                 writer.writeheader()
-                writer.writerows(results)
+                writer.writerows(
+                    {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in results
+                )
     show(results)
 
 

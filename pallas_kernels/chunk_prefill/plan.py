@@ -33,7 +33,9 @@ PART, PIECES = 14, 15
 TILE_COLUMNS = 16
 MAX_PIECES = 16  # of all heads of a layer; each is a tile for every block of queries
 MIN_PIECE = 8  # blocks
-CUT_BELOW = 2  # tiles for each CTA; with more of them whole tiles balance
+# Tiles for each CTA; with more of them whole tiles balance. Measured: a chunk of 512 at retention 0.25 takes 367 us for 622,
+# one of 1024 700 for 787; where nothing needs a cut, the kernel is 2% slower for being able to.
+CUT_BELOW = 2
 SYNC_COLUMNS = 8  # at least as many as computing warpgroups
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
 
