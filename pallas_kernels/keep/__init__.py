@@ -125,9 +125,9 @@ def check_window_supported(
         raise NotImplementedError(
             f"queries, keys and tail of {q.dtype}, {keys.dtype}, {tail.dtype}: the kernel takes bfloat16 or float16"
         )
-    if chunk % 8 or tail.shape[3] % 8:
+    if (chunk % 64 and (chunk > 64 or chunk % 8)) or tail.shape[3] % 8:
         raise NotImplementedError(
-            f"chunks of {chunk} after tails of {tail.shape[3]}: the kernel takes multiples of 8"
+            f"chunks of {chunk} after tails of {tail.shape[3]}: the kernel takes multiples of 64 or fewer, and of 8"
         )
     if queries % 8 or queries > MAX_QUERIES:
         raise NotImplementedError(

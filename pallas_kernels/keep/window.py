@@ -92,7 +92,10 @@ def _kernel(
 
     @pl.when(jnp.logical_not(in_tail))
     def _load_chunk() -> None:  # first, because it waits for no other read
-        plgpu.copy_gmem_to_smem(keys.at[pl.ds(begin, TILE), head], k_s, loaded)
+        # Of a chunk shorter than a tile: the other rows hold anything, and so do their sums, until they are masked.
+        held = min(TILE, keys.shape[0])
+        rows_s = k_s if held == TILE else k_s.at[pl.ds(0, held)]
+        plgpu.copy_gmem_to_smem(keys.at[pl.ds(begin, held), head], rows_s, loaded)
 
     layer, count = scalars[0], scalars[1]
     cache_group, column, least = (heads[layer, head, n] for n in range(3))

@@ -18,7 +18,7 @@ ROW = np.int32(2)
 
 
 def conversation(plan, scorer: tj.scorers.Scorer) -> tuple[tj.Cache, np.ndarray]:
-    """Three chunks, some tokens decoded next to other rows, and the next turn, in fresh jits."""
+    """Three chunks, some tokens decoded next to other rows, and the next turn, its end next to a decode token."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
     prefill = jax.jit(partial(tj.prefill_chunk, scorer=scorer), static_argnums=(1, 2), donate_argnums=3)
     decode = jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnums=3)
@@ -40,7 +40,14 @@ def conversation(plan, scorer: tj.scorers.Scorer) -> tuple[tj.Cache, np.ndarray]
             params, CONFIG, plan, cache,
             rows=np.array([ROW, 9, 0], np.int32), tokens=tokens[552 + i] + np.arange(3, dtype=np.int32),
         )  # fmt: skip
-    logits, cache = run(cache, 561, 200)
+    logits, cache = run(cache, 561, 100)
+
+    @partial(jax.jit, donate_argnums=0)
+    def both(cache, part):
+        decode = tj.Decode(np.array([9, 0], np.int32), tokens[:2])
+        return tj.step(params, CONFIG, plan, scorer, cache, tj.Chunk(ROW, part, np.int32(90)), decode)
+
+    logits, cache = both(cache, tokens[661:789])
     return cache, np.asarray(logits, np.float64)
 
 
@@ -65,9 +72,10 @@ def plan_of(cluster: str, page_size: int) -> tj.CachePlan:
 
 
 @pytest.mark.parametrize(("cluster", "page_size"), [("layer", 64), ("model", 16)])
-def test_the_pool_is_the_same_bit_for_bit(cluster, page_size, without_kernels):
+def test_the_pool_is_the_same_bit_for_bit(cluster, page_size, without_kernels, caplog):
     plan, scorer = plan_of(cluster, page_size), tj.get_scorer("keydiff")
     fast, fast_logits = conversation(plan, scorer)
+    assert "XLA operations" not in caplog.text
     without_kernels()
     slow, slow_logits = conversation(plan, scorer)
     np.testing.assert_array_equal(fast.pool, slow.pool)
@@ -76,10 +84,11 @@ def test_the_pool_is_the_same_bit_for_bit(cluster, page_size, without_kernels):
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "kv_compress"])
-def test_scores_of_the_kernel_keep_the_same_entries(scorer, without_kernels):
+def test_scores_of_the_kernel_keep_the_same_entries(scorer, without_kernels, caplog):
     """Sums in another order: a few entries at the border of a budget may differ, no more."""
     plan = plan_of("layer", 64)
     fast, fast_logits = conversation(plan, tj.get_scorer(scorer))
+    assert "XLA operations" not in caplog.text
     without_kernels()
     slow, slow_logits = conversation(plan, tj.get_scorer(scorer))
     got, want = entries(fast), entries(slow)

@@ -75,6 +75,7 @@ WINDOWS = [
     {},
     {"power": 2, "count": 100},
     {"count": 7, "head_dim": 128, "group": 1},
+    {"chunk": 32, "count": 31},
     {"chunk": 64, "window": 64, "capacity": 128, "group": 3, "dtype": jnp.float16},
 ]
 
@@ -104,6 +105,7 @@ def test_unsupported_features_are_named():
     for options, words in [
         ({"window": 20}, "window of 20"),
         ({"capacity": 20}, "tails of 20"),
+        ({"chunk": 72}, "chunks of 72"),
         ({"group": 16, "window": 128, "head_dim": 128, "chunk": 256}, "shared memory"),
         ({"dtype": jnp.float32}, "float32"),
         ({}, "platform cpu"),

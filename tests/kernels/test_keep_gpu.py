@@ -59,7 +59,7 @@ def test_write(shape):
         {"power": 2, "count": 100},
         {"count": 7, "head_dim": 256, "capacity": 104},
         {"chunk": 32, "capacity": 288, "head_dim": 128, "group": 4, "count": 31},
-        {"chunk": 1000, "capacity": 288, "head_dim": 128, "group": 4, "kv_heads": 4, "count": 999},
+        {"chunk": 1024, "capacity": 288, "head_dim": 128, "group": 4, "kv_heads": 4, "count": 999},
         {"chunk": 256, "window": 128, "group": 3, "dtype": jnp.float16},
     ],
     ids=str,
