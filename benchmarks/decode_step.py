@@ -117,7 +117,9 @@ def measure(
     }
 
 
-def print_profile(program: Any, params: Any, cache: tj.Cache, chosen: jax.Array) -> tuple[jax.Array, tj.Cache]:
+def print_profile(
+    program: Any, params: Any, cache: tj.Cache, chosen: jax.Array
+) -> tuple[jax.Array, tj.Cache]:
     """Where the GPU's time of one step goes: kernels of one name together, longest first."""
     state = [chosen, cache]
 
