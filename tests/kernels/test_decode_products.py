@@ -47,8 +47,14 @@ def relative(got: jax.Array, want: jax.Array) -> float:
 
 
 @pytest.mark.parametrize(
-    "clusters", [64, 33, 3]
-)  # halves of a tile's rows; the same with two blocks a tile; rounds
+    ("clusters", "inner"),
+    [  # halves of a tile's rows; the same with two blocks a tile; rows that cannot be halved; rounds of whole tiles
+        pytest.param(64, 256, marks=pytest.mark.slow),
+        (33, 256),
+        pytest.param(33, 128, marks=pytest.mark.slow),
+        pytest.param(3, 256, marks=pytest.mark.slow),
+    ],
+)
 def test_interpreted(clusters: int, inner: int) -> None:
     args = operands(8, group=1, inner=inner)
     tuning = dp.Tuning(num_clusters=clusters)
