@@ -1,10 +1,41 @@
-"""What the kernels that write a paged cache ask of it and of the device."""
+"""What the kernels ask of a paged cache, of queries over it, and of the device."""
 
 from typing import Any
 
 import jax
 
 HEAD_DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_GROUP = 16
+
+
+def check_attention(
+    q_shape: tuple[int, ...],
+    q_dtype: jax.typing.DTypeLike,
+    pool_shape: tuple[int, ...],
+    pool_dtype: jax.typing.DTypeLike,
+    *,
+    device: jax.Device | None = None,
+) -> None:
+    """Raises NotImplementedError, naming the feature, for attention that has no kernel.
+
+    q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D].
+    """
+    group, head_dim = q_shape[2], q_shape[3]
+    page_size = pool_shape[3]
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
+    if group > MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes up to {MAX_GROUP}")
+    if page_size not in PAGE_SIZES:
+        raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
+    if pool_dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
+    if q_dtype != pool_dtype:
+        raise NotImplementedError(
+            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
+        )
+    check_device(device)
 
 
 def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None) -> None:

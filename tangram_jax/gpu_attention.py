@@ -16,6 +16,7 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
 from pallas_kernels import chunk_prefill, ragged_decode
+from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
 PART = 8192  # history entries of each head that are gathered at a time
@@ -39,6 +40,7 @@ def chunk_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `attention.chunk_attention`. Our kernel where it is faster, else the composition."""
     try:
+        check_one_device(pages.pool)
         chunk_prefill.check_supported(q.shape, q.dtype, pages.pool.shape, pages.pool.dtype)
     except NotImplementedError as reason:
         log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
@@ -121,6 +123,7 @@ class DecodeKernel:
     def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
         """q_shape (B, K, G, D)."""
         pool, lengths = pages.pool, pages.lengths
+        check_one_device(pool)
         ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
         self._pool = pool
         self._plan = ragged_decode.plan_decode(

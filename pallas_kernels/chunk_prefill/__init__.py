@@ -7,6 +7,7 @@ from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
 from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning, preferred
+from pallas_kernels.support import check_attention as check_supported
 
 __all__ = [
     "DEFAULT",
@@ -18,10 +19,6 @@ __all__ = [
     "plan_chunk",
     "preferred",
 ]
-
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
-MAX_GROUP = 16
 
 
 def chunk_prefill(
@@ -83,34 +80,3 @@ def plan_chunk(
         num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),
         starts=starts, sizes=sizes, rows=rows, window=window, num_ctas=tuning.ctas(),
     )  # fmt: skip
-
-
-def check_supported(
-    q_shape: tuple[int, ...],
-    q_dtype: jax.typing.DTypeLike,
-    pool_shape: tuple[int, ...],
-    pool_dtype: jax.typing.DTypeLike,
-    *,
-    device: jax.Device | None = None,
-) -> None:
-    """Raises NotImplementedError, naming the feature, where `chunk_prefill` has no kernel. q_shape (T, K, G, D)."""
-    group, head_dim = q_shape[2], q_shape[3]
-    page_size = pool_shape[3]
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
-    if group > MAX_GROUP:
-        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes up to {MAX_GROUP}")
-    if page_size not in PAGE_SIZES:
-        raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
-    if pool_dtype not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
-    if q_dtype != pool_dtype:
-        raise NotImplementedError(
-            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
-        )
-    device = jax.devices()[0] if device is None else device
-    if device.platform != "gpu":
-        raise NotImplementedError(f"platform {device.platform}: the kernel runs on NVIDIA Hopper GPUs")
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        raise NotImplementedError(f"compute capability {capability}: the kernel runs on 9.0 (Hopper)")

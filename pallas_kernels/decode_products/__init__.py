@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_products.reference import layer_products_reference, project_qkv_reference
 from pallas_kernels.decode_products.tuning import BLOCK, DEFAULT, Tuning
+from pallas_kernels.support import check_device
 
 __all__ = [
     "DEFAULT",
@@ -109,11 +110,7 @@ def check_supported(
         if size % multiple:
             raise NotImplementedError(f"{name} {size}: the products take multiples of {multiple}")
     device = jax.devices()[0] if device is None else device
-    if device.platform != "gpu":
-        raise NotImplementedError(f"platform {device.platform}: the products run on NVIDIA Hopper GPUs")
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        raise NotImplementedError(f"compute capability {capability}: the products run on 9.0 (Hopper)")
+    check_device(device)
     if device.core_count < 132:
         raise NotImplementedError(f"{device.core_count} multiprocessors: the products take 132, all at once")
     del num_kv_heads, group

@@ -5,6 +5,7 @@ import jax
 from pallas_kernels.ragged_decode.plan import DecodePlan, plan_decode
 from pallas_kernels.ragged_decode.reference import ragged_decode_reference
 from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
+from pallas_kernels.support import check_attention as check_supported
 
 __all__ = [
     "DEFAULT",
@@ -15,10 +16,6 @@ __all__ = [
     "ragged_decode",
     "ragged_decode_reference",
 ]
-
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128)
-MAX_GROUP = 16
 
 
 def ragged_decode(
@@ -65,34 +62,3 @@ def ragged_decode(
         q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
         k_new=k_new, v_new=v_new, out_dtype=out_dtype, tuning=tuning,
     )  # fmt: skip
-
-
-def check_supported(
-    q_shape: tuple[int, ...],
-    q_dtype: jax.typing.DTypeLike,
-    pool_shape: tuple[int, ...],
-    pool_dtype: jax.typing.DTypeLike,
-    *,
-    device: jax.Device | None = None,
-) -> None:
-    """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel."""
-    group, head_dim = q_shape[2], q_shape[3]
-    page_size = pool_shape[3]
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
-    if group > MAX_GROUP:
-        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes up to {MAX_GROUP}")
-    if page_size not in PAGE_SIZES:
-        raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
-    if pool_dtype not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
-    if q_dtype != pool_dtype:
-        raise NotImplementedError(
-            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
-        )
-    device = jax.devices()[0] if device is None else device
-    if device.platform != "gpu":
-        raise NotImplementedError(f"platform {device.platform}: the kernel runs on NVIDIA Hopper GPUs")
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        raise NotImplementedError(f"compute capability {capability}: the kernel runs on 9.0 (Hopper)")
