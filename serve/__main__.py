@@ -1,5 +1,6 @@
 """`python -m serve`: load a model, compile, and serve it over HTTP."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -49,13 +50,15 @@ def main() -> int:
         max_body_bytes=config.max_body_bytes,
         on_shutdown=built.engine.stop,
     )
-    make_server(
+    server = make_server(
         app,
         host=config.host,
         port=config.port,
         log_level=config.log_level,
         shutdown_timeout=config.shutdown_timeout,
-    ).run()
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
+        server.run()
     return 0
 
 
