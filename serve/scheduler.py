@@ -55,6 +55,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._closing: list[Sequence] = []
+        self._scored_last = False  # the last step was a chunk of a prompt whose log-probabilities are wanted
         self.counters = Counter[str]()
         self._reach_back = ReachBack(plan)
         self._free_rows = list(range(limits.max_running + limits.max_stored))[::-1]
@@ -83,10 +84,12 @@ class Scheduler:
         """The next step, with all its pages reserved; None when nothing can run now."""
         self._admit()
         decode = [s for s in list(self.running) if self._ready_to_decode(s) and self._make_room(s)]
-        chunk = self._next_chunk(bool(decode))
+        # The program that scores a prompt has no place for others: they take turns, so that streams go on.
+        chunk = self._next_chunk(bool(decode), score=not (decode and self._scored_last))
         decode = [s for s in decode if s.state is not None]  # others may have preempted it since
-        if chunk and chunk.next_tokens is not None:
-            decode = []  # the program that scores a prompt has no place for others; they go on in the next step
+        self._scored_last = chunk is not None and chunk.next_tokens is not None
+        if self._scored_last:
+            decode = []
         for sequence in decode:
             assert sequence.state is not None
             sequence.state.tail += 1
@@ -256,10 +259,13 @@ class Scheduler:
             and state.tail < self.limits.max_tail
         ) and sequence.generated > 0
 
-    def _next_chunk(self, beside_decode: bool) -> ChunkWork | None:
+    def _next_chunk(self, beside_decode: bool, score: bool) -> ChunkWork | None:
+        """The chunk of the first sequence that needs one; of those that want prompt log-probabilities only if `score`."""
         for sequence in list(self.running):
             state = sequence.state
             if state is None or sequence.in_flight or sequence.left < 1 or self._ready_to_decode(sequence):
+                continue
+            if sequence.needs_prompt_logprobs and not score:
                 continue
             beside, alone = self.limits.max_chunk_beside_decode, self.limits.max_chunk
             # A large chunk less than half full would cost more than a few small ones.

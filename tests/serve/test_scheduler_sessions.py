@@ -1,0 +1,104 @@
+"""The scheduler on a fake device: stored sessions, which the next turn of a conversation takes over."""
+
+from tests.serve.fake_device import expected
+from tests.serve.loop import make_plan
+from tests.serve.test_scheduler import FULL, loop, prompt, running, waiting
+
+
+def test_a_continued_conversation_prefills_what_is_new():
+    bench = loop(plan=make_plan())
+    text = prompt(40)
+    for turn in range(5):
+        job = bench.run(text, max_tokens=6, ignore_eos=True)
+        assert job.cached == (0 if turn == 0 else len(text) - 7 - 1)  # all but the turn and the last token
+        job.check()
+        text = text + job.tokens() + prompt(7, turn)
+    assert len(bench.scheduler.sessions) == 1
+
+
+def test_regenerating_runs_only_the_last_token_again():
+    bench = loop(plan=make_plan())
+    first = bench.run(prompt(40), max_tokens=6, ignore_eos=True)
+    second = bench.run(prompt(40), max_tokens=6, ignore_eos=True, seed=5)
+    assert (first.cached, second.cached) == (0, 39)
+    second.check()
+
+
+def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
+    """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
+    bench = loop(plan=make_plan())
+    text = prompt(40)
+    stop = expected(text, 0, 6, ())[-1]
+    job = bench.add(text, max_tokens=30, stop_token_ids=(stop,), ignore_eos=True)
+    while not job.done:
+        bench.step()
+    assert bench.busy
+    unlike = bench.add(prompt(41, 1), max_tokens=1)
+    turn = bench.add([*text, *job.tokens(), 9, 10], max_tokens=5)
+    bench.step()
+    assert running(bench) == [1]  # another one need not wait
+    bench.drain()
+    assert turn.cached == 40 + len(job.tokens())
+    turn.check()
+    unlike.check()
+
+
+def test_a_prompt_that_differs_within_what_was_compressed_starts_anew():
+    bench = loop(plan=make_plan())
+    text = prompt(40)
+    bench.run(text, max_tokens=6)
+    assert bench.run([*text[:20], 9, *text[21:]], max_tokens=6).cached == 0
+    assert bench.run(text[:30], max_tokens=2).cached == 0  # shorter than what was compressed
+
+
+def test_sessions_go_by_last_use_and_only_when_pages_are_needed():
+    bench = loop(4 * 40, max_stored=4, max_running=2)
+    texts = [prompt(30, i) for i in range(4)]
+    for text in texts:
+        bench.run(text, max_tokens=3, ignore_eos=True)
+    assert bench.scheduler.pages.used == 4 * FULL.pages(32)
+    used_again = bench.run([*texts[0], *bench.jobs[0].tokens(), 9], max_tokens=1)
+    assert used_again.cached == 32
+    assert len(bench.scheduler.sessions) == 4
+    # 33 pages a group are stored, 40 there are: 80 tokens take 20, so two of the four have to go, the oldest two.
+    bench.run(prompt(80, 9), max_tokens=1)
+    held = [s.tokens[:30].tolist() for s in bench.scheduler.sessions]
+    assert held == [texts[3], texts[0], prompt(80, 9)[:30]]
+
+
+def test_no_more_sessions_than_rows_for_them():
+    bench = loop(max_stored=2)
+    for i in range(5):
+        bench.run(prompt(10, i), max_tokens=2)
+    assert [s.tokens[:10].tolist() for s in bench.scheduler.sessions] == [prompt(10, 3), prompt(10, 4)]
+
+
+def test_a_session_that_was_found_but_cannot_grow_yet_is_kept():
+    bench = loop(4 * 30, max_running=2)
+    text = prompt(60)
+    bench.run(text, max_tokens=1)  # 15 pages a group stored
+    long = bench.add(prompt(40, 1), max_tokens=10, ignore_eos=True)  # 12 or 13 more
+    bench.step()
+    more = bench.add([*text, *prompt(40, 2)], max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    assert waiting(bench) == [2]
+    assert len(bench.scheduler.sessions) == 1
+    bench.drain()
+    assert more.cached == 60
+    more.check()
+    long.check()
+
+
+def test_pages_shared_among_stored_sessions_are_freed_with_the_last():
+    plan = make_plan(1.0)
+    bench = loop(4 * 40, plan, max_stored=4, max_running=4)
+    bench.run(prompt(80), n=4, max_tokens=8, ignore_eos=True)
+    sessions = bench.scheduler.sessions
+    assert len(sessions) == 4
+    shared = plan.shared_pages(80)
+    assert shared == 4 * 18
+    assert sessions.pages == bench.scheduler.pages.used < 4 * plan.pages(87)
+    # Everything is held by sessions that share it; a request of the whole pool must still get in.
+    bench.run(prompt(150, 1), max_tokens=10, ignore_eos=True).check()
+    assert len(sessions) == 1
