@@ -56,6 +56,8 @@ SHORT_NAMES: dict[str, WheelModel] = {
     )
 }
 
+DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
+
 
 def load_model(
     name_or_path: str | Path = DEFAULT_MODEL, *, dtype: DTypeLike = jnp.float32, progress: bool = True
@@ -64,7 +66,7 @@ def load_model(
 
     Args:
       name_or_path: a short name (`SHORT_NAMES`), a GGUF file, a Hugging Face directory, or a hub name "org/model".
-      dtype: dtype of the parameters, float32 or bfloat16.
+      dtype: dtype of the parameters: float32, bfloat16 or float16.
       progress: show progress bars and messages on standard error.
 
     Raises:
@@ -73,8 +75,8 @@ def load_model(
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype.name}")
+    if dtype.name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if text.lower() in SHORT_NAMES:

@@ -81,7 +81,7 @@ def forward(
     """Logits of `tokens` i32[T] at the true `positions` i32[T], and the attention's new state.
 
     Args:
-      params: weights, float32 or bfloat16, in the structure of `models.params.param_specs`.
+      params: weights, float32, bfloat16 or float16, in the structure of `models.params.param_specs`.
       attend: see `Attend`; called for layers 0..L-1 in order.
       state: any pytree, handed to the first call of `attend` and returned by the last.
       logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.

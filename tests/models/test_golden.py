@@ -50,16 +50,17 @@ def test_llama3_scaling_changes_the_tiny_logits():
     assert np.abs(np.asarray(logits) - golden["logits"]).max() > 0.1
 
 
-def test_bfloat16_tiny_logits_are_near():
+@pytest.mark.parametrize(("dtype", "near"), [(jnp.bfloat16, 0.1), (jnp.float16, 0.01)])
+def test_tiny_logits_in_16_bits_are_near(dtype, near):
     directory = HuggingFaceDirectory(GOLDEN / "tiny_tied")
     directory.open()
-    params = assemble_params(directory, directory.config, jnp.bfloat16, progress=False)
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    params = assemble_params(directory, directory.config, dtype, progress=False)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     golden = np.load(GOLDEN / "tiny_tied.npz")
     logits = np.asarray(dense_logits(params, directory.config, golden["tokens"]))
     assert logits.dtype == np.float32
     spread = golden["logits"].std()
-    assert np.sqrt(np.mean((logits - golden["logits"]) ** 2)) < 0.1 * spread
+    assert np.sqrt(np.mean((logits - golden["logits"]) ** 2)) < near * spread
 
 
 def test_load_model_reads_a_directory_with_tokenizer(tmp_path):

@@ -40,7 +40,7 @@ def test_logits_at_selects_rows():
     np.testing.assert_allclose(some, everything[rows], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_activations_keep_the_dtype_of_the_weights(dtype):
     params = random_params(CONFIG, dtype=dtype)
     seen = set()

@@ -145,8 +145,8 @@ def test_bad_directories(tmp_path):
 
 
 def test_dtype_is_checked():
-    with pytest.raises(ValueError, match="float32 or bfloat16, got float16"):
-        load_model(dtype=jnp.float16)
+    with pytest.raises(ValueError, match="one of float32, bfloat16, float16, got float64"):
+        load_model(dtype="float64")
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--max-model-len -1", "--max-model-len is -1"),
         ("--port 70000", "from 0 to 65535"),
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
-        ("--scorer h2o", "write one of snapkv, expected_attention, keydiff, streaming_llm"),
+        ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
         (
             "--profile none.npz",
