@@ -63,7 +63,7 @@ class Core:
         self.cache, self.sampler = jax.device_put(
             (cache, sampling.init_sampler(rows, config.vocab_size)), jax.local_devices()[0]
         )
-        scorer = tj.get_scorer("snapkv")
+        scorer = tj.get_scorer(ServeConfig().scorer)
 
         @partial(jax.jit, donate_argnums=(1, 2))
         def prefill(

@@ -40,6 +40,7 @@ from calibrate.run import versions
 from calibrate.samples import heldout_samples
 from models.config import ModelConfig
 from models.registry import DEFAULT_MODEL, LoadedModel, load_model
+from serve.args import ServeConfig
 from tangram_jax.scorers import Scorer
 
 RESAMPLES = 10_000
@@ -292,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--model", default=DEFAULT_MODEL)
     out.add_argument("--profile", type=Path, help="default: the profile shipped for the model")
-    out.add_argument("--scorer", default="snapkv", help="what ranks entries, in all forms alike")
+    out.add_argument("--scorer", default=ServeConfig().scorer, help="what ranks entries, in all forms alike")
     out.add_argument(
         "--retention", type=float, help="normalise the profile to this retention instead of its own"
     )

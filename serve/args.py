@@ -12,7 +12,7 @@ from typing import Literal, get_args
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS = get_args(Cluster)
-SCORERS = ("snapkv", "expected_attention", "keydiff", "streaming_llm")
+SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 API_KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -45,7 +45,7 @@ class ServeConfig:
     retention: float | None = None  # None: as calibrated
     heads_per_page: int | None = None
     cluster: Cluster = "layer"
-    scorer: str = "snapkv"
+    scorer: str = "expected_attention"
     tail_limit: int | None = None  # generated tokens that may stay whole
     min_entries: int | None = None  # entries that every group keeps at least
 
@@ -182,7 +182,7 @@ def make_parser() -> argparse.ArgumentParser:
     budget.add_argument("--retention", type=float, help="kept fraction of the KV cache; 1.0 keeps everything")
     budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
-    budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default snapkv)")
+    budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default {SCORERS[0]})")
     budget.add_argument("--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole")
     budget.add_argument("--min-entries", type=int, metavar="N", help="entries that each head keeps at least")
 
