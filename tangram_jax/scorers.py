@@ -4,7 +4,7 @@ A scorer sees one layer of one request: the chunk's queries and the candidates (
 tail, then the chunk). It only ranks. Sinks and the trailing window are protected by the caller, budgets belong
 to the plan, and uniform budgets are a profile (`BudgetProfile.uniform`), not a scorer.
 
-All scorers are pure, deterministic, computed in float32, and frozen (hashable), so that they can be static
+All scorers are pure, deterministic, summed in float32, and frozen (hashable), so that they can be static
 arguments of jit. Padding rows and candidates may hold anything finite: they are masked before any reduction.
 """
 
@@ -175,29 +175,30 @@ class ExpectedAttention:
     @jax.named_scope("expected_attention")
     def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
         num_kv_heads = x.k.shape[0]
-        with jax.default_matmul_precision("highest"):  # TF32 would blur small differences of z
-            mean, covariance = self._query_statistics(x)  # [N, D], [N, D, D]
-            next_position = x.q_positions[jnp.maximum(x.num_valid - 1, 0)] + 1
-            rotation = _mean_rotation(x.inv_freq, next_position, self.future)
-            mean = _split_heads((mean @ rotation.T)[None], num_kv_heads)[0]  # [K, G, D]
-            covariance = rotation @ covariance @ rotation.T
-            covariance = covariance.reshape(num_kv_heads, -1, *covariance.shape[1:])
-            k = x.k.astype(jnp.float32)
-            linear = jnp.einsum("kgd,kcd->kgc", mean, k)
-            quadratic = jnp.einsum("kgcd,kcd->kgc", jnp.einsum("kgde,kce->kgcd", covariance, k), k)
-        z = x.scale * linear + x.scale**2 * quadratic / 2
+        next_position = x.q_positions[jnp.maximum(x.num_valid - 1, 0)] + 1
+        cos, sin = _mean_rotation(x.inv_freq, next_position, self.future)
+        mean, covariance = self._query_statistics(x)  # f32[N, D], [N, D, D]
+        mean = _rotate(mean, cos, sin)
+        # Sigma is symmetric: R Sigma R^T turns its columns, then its rows.
+        covariance = _rotate(_rotate(covariance, cos, sin).swapaxes(-1, -2), cos, sin)
+        linear = _split_heads((x.scale * mean)[None], num_kv_heads)[0]  # [K, G, D]
+        quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
+        z = _product("kgde,kce->kgcd", quadratic.astype(x.k.dtype), x.k) + linear[:, :, None]
+        z = (z * x.k.astype(jnp.float32)[:, None]).sum(axis=-1)
         probability = _masked_softmax(z, x.valid[:, None, :]).mean(axis=1)
         value_norm = jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1)
         return jnp.where(x.valid, (probability + self.eps) * value_norm, NEG_INF)
 
     def _query_statistics(self, x: ScoreInputs) -> tuple[Float[Array, "N D"], Float[Array, "N D D"]]:
         used = (jnp.arange(x.q.shape[0]) < x.num_valid) & (x.q_positions >= self.skip)
-        q = _unrotate(x.q.astype(jnp.float32), x.q_positions, x.inv_freq)
+        angle = x.q_positions.astype(jnp.float32)[:, None] * x.inv_freq  # [T, D/2]
+        cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+        q = _rotate(x.q.astype(jnp.float32), cos, -sin)  # takes RoPE off again
         q = jnp.where(used[:, None, None], q, 0.0)
         count = jnp.maximum(used.sum(), 1).astype(jnp.float32)
         mean = q.sum(axis=0) / count
-        centred = jnp.where(used[:, None, None], q - mean, 0.0)
-        return mean, jnp.einsum("tnd,tne->nde", centred, centred) / count
+        centred = jnp.where(used[:, None, None], q - mean, 0.0).astype(x.q.dtype)
+        return mean, _product("tnd,tne->nde", centred, centred) / count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,20 +311,22 @@ def _unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     return x / jnp.maximum(norm, 1e-12)
 
 
-def _unrotate(
-    q: Float[Array, "T N D"], positions: Int[Array, " T"], inv_freq: Float[Array | np.ndarray, " half_D"]
-) -> Float[Array, "T N D"]:
-    """Takes RoPE off again (half-split layout): a rotation by minus the position."""
-    angle = positions.astype(jnp.float32)[:, None] * inv_freq  # [T, D/2]
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = jnp.split(q, 2, axis=-1)
-    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+def _rotate(
+    x: Float[Array, "*B D"], cos: Float[Array, "*C half_D"], sin: Float[Array, "*C half_D"]
+) -> Float[Array, "*B D"]:
+    """Turns the pairs (d, d + D/2) of the last axis, RoPE's half-split layout."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _mean_rotation(
     inv_freq: Float[Array | np.ndarray, " half_D"], start: Int[Array, ""], future: int
-) -> Float[Array, "D D"]:
-    """RoPE matrix averaged over the positions start .. start + future - 1 (half-split layout)."""
+) -> tuple[Float[Array, " half_D"], Float[Array, " half_D"]]:
+    """RoPE's cosines and sines averaged over the positions start .. start + future - 1."""
     angle = (start + jnp.arange(future)).astype(jnp.float32)[:, None] * inv_freq
-    cos, sin = jnp.diag(jnp.cos(angle).mean(axis=0)), jnp.diag(jnp.sin(angle).mean(axis=0))
-    return jnp.block([[cos, -sin], [sin, cos]])
+    return jnp.cos(angle).mean(axis=0), jnp.sin(angle).mean(axis=0)
+
+
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    """An einsum summed in f32, its f32 inputs not rounded to TF32; 16-bit inputs are multiplied as they are."""
+    return jnp.einsum(subscripts, a, b, precision="highest", preferred_element_type=jnp.float32)

@@ -245,7 +245,9 @@ def test_bfloat16_inputs_and_vmap_over_layers(scorer):
     x = make_inputs("tail and padding")
     half = dataclasses.replace(x, **{n: getattr(x, n).astype(jnp.bfloat16) for n in ("q", "k", "v")})
     full = dataclasses.replace(half, **{n: getattr(half, n).astype(jnp.float32) for n in ("q", "k", "v")})
-    np.testing.assert_allclose(score(scorer, half), score(scorer, full), rtol=1e-3, atol=1e-5)
+    # Expected Attention multiplies in the inputs' dtype: its covariance is rounded to 16 bits.
+    rtol = 5e-3 if isinstance(scorer, ExpectedAttention) else 1e-3
+    np.testing.assert_allclose(score(scorer, half), score(scorer, full), rtol=rtol, atol=1e-5)
     stacked = jax.tree.map(lambda *a: jnp.stack(a), x, make_inputs("tail and padding", seed=1))
     both = jax.vmap(scorer.score)(stacked)
     for layer in range(2):
