@@ -50,7 +50,7 @@ def prefill(
             config,
             plan,
             cache,
-            scorer=tj.get_scorer("snapkv"),
+            scorer=tj.get_scorer("expected_attention"),
             row=np.int32(row),
             tokens=np.pad(part, (0, CHUNK - len(part))),
             count=np.int32(len(part)),

@@ -1,4 +1,4 @@
-"""The server under test: started once, reset for every test."""
+"""The server under test, started once and reset for every test; and an engine with a tiny model."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.serve.fake_engine import Script
 from tests.serve.http_server import Served, ids, serving, wait_until
+from tests.serve.tiny_engine import TinyEngine, tiny_engine
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,12 @@ def served(_shared: Served) -> Iterator[Served]:
     engine.aborted.clear()
     yield _shared
     wait_until(lambda: engine.live == 0)
+
+
+@pytest.fixture
+def engine() -> Iterator[TinyEngine]:
+    """Full KV, ample pages. At the end it must be idle, hold nothing but stored sessions, and have compiled nothing."""
+    with tiny_engine() as tiny:
+        yield tiny
+        tiny.settle()
+        tiny.forget()

@@ -12,44 +12,12 @@ from tests.serve.tiny_engine import (
     LENGTH,
     PARAMS,
     RUNNING,
-    TinyEngine,
+    ask_all,
     dense_logits,
     greedy,
-    log_softmax,
     tiny_engine,
     tokens_of,
 )
-
-EOS = CONFIG.eos_token_ids
-PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
-
-
-@pytest.fixture
-def engine():
-    """Full KV, ample pages. At the end it must be idle, hold nothing but stored sessions, and have compiled nothing."""
-    with tiny_engine() as tiny:
-        yield tiny
-        tiny.settle()
-        tiny.forget()
-
-
-def ask_all(tiny: TinyEngine, prompts, **sampling):
-    """Answers of requests that run together."""
-    asked = [tiny.ask(prompt, **sampling) for prompt in prompts]
-    answers = [a.wait()[0] for a in asked]
-    tiny.settle()
-    return answers
-
-
-def penalize(logits, prompt, output):
-    """Repetition over prompt and output, then frequency and presence over the output, as in vLLM."""
-    logits = logits.copy()
-    counts = np.bincount(output, minlength=len(logits)) if output else np.zeros(len(logits))
-    seen = (counts > 0) | np.isin(np.arange(len(logits)), prompt)
-    repetition = PENALTIES["repetition_penalty"]
-    logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
-    return logits - PENALTIES["frequency_penalty"] * counts - PENALTIES["presence_penalty"] * (counts > 0)
-
 
 # Greedy tokens
 
@@ -101,136 +69,6 @@ def test_tails_of_eight_tokens():
         tiny.forget()
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.tokens == greedy(prompt, 40)
-
-
-# Sampling
-
-
-def test_choices_are_reproducible_and_independent_of_company(engine):
-    prompt = tokens_of(33)
-    sampling = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "max_tokens": 24}
-    company = [engine.ask(tokens_of(n, 5), temperature=1.3, max_tokens=30) for n in (10, 70)]
-    together = [a.tokens for a in engine.ask(prompt, n=3, seed=7, **sampling).wait()]
-    for asked in company:
-        asked.wait()
-    engine.settle()
-    assert len({tuple(tokens) for tokens in together}) == 3
-    for choice in range(3):
-        engine.forget()
-        assert engine.answer(prompt, seed=7 + choice, **sampling).tokens == together[choice]
-    assert engine.answer(prompt, seed=70, **sampling).tokens not in together
-
-
-def test_without_a_seed_answers_differ(engine):
-    texts = {tuple(engine.answer(tokens_of(9), temperature=2.0, max_tokens=12).tokens) for _ in range(3)}
-    assert len(texts) == 3
-
-
-def test_more_choices_than_rows(engine):
-    answers = engine.ask(tokens_of(20), n=2 * RUNNING + 1, max_tokens=5).wait()
-    engine.settle()
-    assert {tuple(a.tokens) for a in answers} == {tuple(greedy(tokens_of(20), 5))}
-
-
-def test_logprobs_are_those_of_the_raw_logits(engine):
-    prompt = tokens_of(21)
-    other = engine.ask(tokens_of(50), max_tokens=30)  # asks for none
-    answer = engine.ask(prompt, logprobs=5, max_tokens=12, **PENALTIES).wait()[0]
-    chosen_only = engine.ask(prompt, logprobs=0, max_tokens=3).wait()[0]
-    other = other.wait()[0]
-    engine.settle()
-    assert answer.tokens == greedy(prompt, 12, penalize=penalize)
-    want = log_softmax(dense_logits(prompt + answer.tokens))[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(answer.logprobs, want[np.arange(12), answer.tokens], atol=1e-3)
-    for row, output in zip(want, answer.outputs, strict=True):
-        ids, values = zip(*output.top_logprobs, strict=True)
-        assert list(ids) == np.argsort(-row, kind="stable")[:5].tolist()
-        np.testing.assert_allclose(values, row[list(ids)], atol=1e-3)
-    assert [o.top_logprobs for o in chosen_only.outputs] == [[]] * 3
-    np.testing.assert_allclose(chosen_only.logprobs[0], want[0][chosen_only.tokens[0]], atol=1e-3)
-    assert other.logprobs == []
-
-
-@pytest.mark.parametrize("length", [1, 2, 32, 33, 100])
-def test_prompt_logprobs(engine, length):
-    prompt = tokens_of(length)
-    engine.answer(prompt, max_tokens=2)  # stored, but no help: every position must run
-    answer = engine.answer(prompt, prompt_logprobs=3, max_tokens=4)
-    assert answer.tokens == greedy(prompt, 4)
-    assert answer.cached == 0
-    scores = answer.outputs[0].prompt_logprobs
-    assert len(scores) == length
-    assert scores[0] is None
-    want = log_softmax(dense_logits(prompt))
-    for i, score in enumerate(scores[1:]):
-        assert score.logprob == pytest.approx(want[i, prompt[i + 1]], abs=1e-3)
-        ids, values = zip(*score.top_logprobs, strict=True)
-        np.testing.assert_allclose(values, np.sort(want[i])[::-1][:3], atol=1e-3)
-        np.testing.assert_allclose(values, want[i][list(ids)], atol=1e-3)
-    assert all(o.prompt_logprobs is None for o in answer.outputs[1:])
-
-
-def test_prompt_logprobs_beside_a_stream(engine):
-    stream = engine.ask(tokens_of(10), max_tokens=60)
-    stream.wait_for_tokens(3)
-    scored = engine.ask(tokens_of(100), prompt_logprobs=0, max_tokens=2, n=2).wait()
-    assert stream.wait()[0].tokens == greedy(tokens_of(10), 60)
-    engine.settle()
-    want = log_softmax(dense_logits(tokens_of(100)))[np.arange(99), tokens_of(100)[1:]]
-    np.testing.assert_allclose([s.logprob for s in scored[0].outputs[0].prompt_logprobs[1:]], want, atol=1e-3)
-    assert scored[1].outputs[0].prompt_logprobs is None
-
-
-def test_stop_tokens_end_a_choice(engine):
-    prompt = tokens_of(30)
-    free = greedy(prompt, 20)
-    at = next(i for i in range(6, 20) if free[i] not in free[:i])
-    stopped = engine.answer(prompt, stop_token_ids=(free[at],), max_tokens=20)
-    assert stopped.tokens == free[: at + 1]
-    assert stopped.finish_reason == "stop"
-
-
-def test_min_tokens_bans_stop_tokens_until_then(engine):
-    prompt = tokens_of(30)
-    free = greedy(prompt, 20)
-    stop = free[0]
-    assert engine.answer(prompt, stop_token_ids=(stop,), max_tokens=20).tokens == [stop]
-    want = greedy(prompt, 30, banned=(stop,), banned_until=5)
-    end = next((i + 1 for i, token in enumerate(want) if token == stop), 30)
-    answer = engine.answer(prompt, stop_token_ids=(stop,), min_tokens=5, max_tokens=30)
-    assert answer.tokens == want[:end]
-    assert end > 5
-    assert answer.finish_reason == ("stop" if end < 30 else "length")
-
-
-def test_eos_ends_unless_ignored(engine):
-    """The random model would sample an EOS sooner or later; seeds of which one does are looked for."""
-    prompt, sampling = tokens_of(12), {"temperature": 3.0, "max_tokens": 60}
-    for seed in range(40):
-        free = engine.answer(prompt, seed=seed, **sampling).tokens
-        at = next((i for i, token in enumerate(free) if token in EOS), None)
-        if at is not None:
-            break
-    assert at is not None
-    assert len(free) == 60
-    ended = engine.answer(prompt, seed=seed, ignore_eos=False, **sampling)
-    assert (ended.tokens, ended.finish_reason) == (free[: at + 1], "stop")
-    later = engine.answer(prompt, seed=seed, ignore_eos=False, min_tokens=at + 3, **sampling)
-    assert not set(later.tokens[: at + 3]) & set(EOS)
-
-
-def test_penalties_survive_preemption():
-    prompts = [tokens_of(20, seed) for seed in range(4)]
-    want = [greedy(prompt, 90, penalize=penalize) for prompt in prompts[:2]]
-    assert want[0] != greedy(prompts[0], 90)
-    with tiny_engine() as ample:
-        whole = [a.tokens for a in ask_all(ample, prompts, max_tokens=90, **PENALTIES)]
-        assert whole[:2] == want
-    with tiny_engine(pages=130, max_tail=16) as small:
-        pieces = [a.tokens for a in ask_all(small, prompts, max_tokens=90, **PENALTIES)]
-        assert small.engine.stats().preemptions_total >= 1
-        small.forget()
-    assert pieces == whole
 
 
 # Conversations

@@ -16,6 +16,7 @@ import tangram_jax as tj
 from models.attention import dense_attend
 from models.testing import random_params, tiny_config
 from models.transformer import forward
+from serve.args import ServeConfig
 from serve.engine import Engine
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.runner import Buckets, Runner
@@ -43,7 +44,7 @@ def tiny_runner(kind: str) -> Runner:
         PARAMS,
         CONFIG,
         plan,
-        tj.get_scorer("snapkv"),
+        tj.get_scorer(ServeConfig().scorer),
         BUCKETS,
         num_pages=PAGES,
         num_rows=RUNNING + STORED,
@@ -243,3 +244,11 @@ def greedy(
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     """A random prompt without special tokens."""
     return np.random.default_rng([seed, length]).integers(8, CONFIG.vocab_size, length).tolist()
+
+
+def ask_all(tiny: "TinyEngine", prompts: list[list[int]], **sampling: Any) -> list[Answer]:
+    """Answers of requests that run together."""
+    asked = [tiny.ask(prompt, **sampling) for prompt in prompts]
+    answers = [a.wait()[0] for a in asked]
+    tiny.settle()
+    return answers
