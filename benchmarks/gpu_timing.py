@@ -62,22 +62,6 @@ def cold_kernel_us(
     return float(np.median(times)), float(np.min(times))
 
 
-def busy_us(call: Callable[..., Any], args: tuple[Any, ...], calls: int = 6) -> float:
-    """Mean time of all kernels of a call together; for operations of several kernels over more data than the L2 holds."""
-
-    @jax.jit
-    def run(*args: Any) -> Any:
-        def step(carry: jax.Array, _: Any) -> tuple[jax.Array, Any]:
-            out = call(args[0] + (carry * 0).astype(args[0].dtype), *args[1:])
-            leaf = jax.tree.leaves(out)[0]
-            return leaf.reshape(-1)[0].astype(jnp.float32), None
-
-        return lax.scan(step, jnp.float32(0.0), None, length=calls)[0]
-
-    jax.block_until_ready(run(*args))
-    return sum(sum(v) for v in trace_kernels(lambda: run(*args)).values()) / calls
-
-
 def read_roof(gigabytes: int = 4) -> float:
     """GB/s of a plain read: the best of several reductions over a large array."""
     x = jax.random.bits(jax.random.PRNGKey(0), (gigabytes * 2**28,), jnp.uint32)

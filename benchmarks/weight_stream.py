@@ -1,0 +1,163 @@
+"""How fast weights can be streamed through shared memory, by their layout and by how many loads are under way.
+
+  python -m benchmarks.weight_stream         under a minute on one Hopper GPU
+
+A kernel that loads and computes nothing: the bound for `pallas_kernels/decode_products`. Every multiprocessor takes an equal
+share of the pieces (64 x 64, 8 KB each, two of them a load) in the order that a layout gives:
+
+  in_out w   [in, out], tiles of w pieces side by side, from the first row to the last: 128 w bytes of a row at a time
+  out_in     [out, in], tiles of 64 rows, each read from its first column to its last
+  packed     16 KB pieces in a line
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_timing import cold_kernel_us, read_roof
+
+BLOCK, PIECES, CTAS = 64, 2, 132
+SHAPES = {"gate_up": (4096, 28672), "down": (14336, 4096), "qkv": (4096, 6144), "out": (4096, 4096)}
+i32 = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the pieces of a matrix [depth, columns] lie, in the order of reading."""
+
+    name: str
+    shape: tuple[int, int]  # of the stored array
+    corner: Callable[[Any], tuple[Any, Any]]  # piece number -> its first row and column in the stored array
+
+
+def in_out(depth: int, columns: int, width: int) -> Layout:
+    """Tiles of `width` pieces side by side."""
+    per_tile = depth // BLOCK * width
+
+    def corner(piece: Any) -> tuple[Any, Any]:
+        tile, rest = lax.div(piece, i32(per_tile)), lax.rem(piece, i32(per_tile))
+        column = tile * width + lax.rem(rest, i32(width))
+        return lax.div(rest, i32(width)) * BLOCK, column * BLOCK
+
+    return Layout(f"in_out {width}", (depth, columns), corner)
+
+
+def out_in(depth: int, columns: int) -> Layout:
+    """Tiles of 64 rows of the transposed matrix."""
+    per_tile = depth // BLOCK
+    return Layout(
+        "out_in",
+        (columns, depth),
+        lambda p: (lax.div(p, i32(per_tile)) * BLOCK, lax.rem(p, i32(per_tile)) * BLOCK),
+    )
+
+
+def packed(depth: int, columns: int) -> Layout:
+    """Pieces in a line."""
+    return Layout("packed", (depth * columns // BLOCK, BLOCK), lambda p: (p * BLOCK, 0))
+
+
+def stream(
+    small: jax.Array, weights: jax.Array, *, layout: Layout, slots: int, interpret: Any = None
+) -> jax.Array:
+    """`small` f32[128], after all of `weights` went through shared memory."""
+    loads = weights.size // (PIECES * BLOCK * BLOCK)
+
+    def weight_stream(small: Any, weights: Any, out: Any) -> None:
+        cta = lax.axis_index("cta")
+        first, end = (lax.div((cta + n) * loads, i32(CTAS)) for n in (0, 1))
+
+        def body(buffer: Any, full: Any, free: Any) -> None:
+            @pl.when(lax.axis_index("wg") == 0)
+            def _() -> None:
+                def one(n: Any, _: Any) -> None:
+                    slot = lax.rem(n, i32(slots))
+
+                    @pl.when(n >= slots)
+                    def _() -> None:
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for u in range(PIECES):
+                        row, column = layout.corner((first + n) * PIECES + u)
+                        source = weights.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+                        plgpu.copy_gmem_to_smem(source, buffer.at[slot, u], full.at[slot])
+
+                lax.fori_loop(0, end - first, one, None)
+
+            @pl.when(lax.axis_index("wg") == 1)
+            def _() -> None:
+                def one(n: Any, _: Any) -> None:
+                    slot = lax.rem(n, i32(slots))
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_arrive(free.at[slot])
+
+                lax.fori_loop(0, end - first, one, None)
+
+                @pl.when(cta == 0)
+                def _() -> None:
+                    out[...] = small[...]
+
+            if interpret is not None:  # the interpreter wants every completion of a barrier to be seen
+                for slot in range(slots):
+                    pl.when((lax.axis_index("wg") == 0) & (end - first > slot))(
+                        functools.partial(plgpu.barrier_wait, free.at[slot])
+                    )
+
+        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        pl.run_scoped(
+            body,
+            plgpu.SMEM((slots, PIECES, BLOCK, BLOCK), weights.dtype, transforms=tiled),
+            plgpu.Barrier(num_arrivals=PIECES, num_barriers=slots),
+            plgpu.Barrier(num_barriers=slots),
+            collective_axes="wg",
+        )
+
+    run = plgpu.kernel(
+        weight_stream, out_type=jax.ShapeDtypeStruct(small.shape, small.dtype), grid=(CTAS,), grid_names=("cta",),
+        num_threads=2, thread_name="wg", interpret=interpret,
+    )  # fmt: skip
+    return run(small, weights)
+
+
+def layouts(depth: int, columns: int) -> list[Layout]:
+    """All that are compared."""
+    wide = [in_out(depth, columns, w) for w in (1, 2, 4, 8)]
+    return [*wide, out_in(depth, columns), packed(depth, columns)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--slots", type=int, nargs="*", default=[2, 4, 8, 12], help="loads of 16 KB under way"
+    )
+    parser.add_argument("--products", nargs="*", choices=SHAPES, default=["gate_up", "out"])
+    args = parser.parse_args()
+    roof = read_roof()
+    table = Table(
+        "product", "layout", *(f"{s} loads" for s in args.slots), title=f"us, and share of {roof:.0f} GB/s"
+    )
+    for name in args.products:
+        for layout in layouts(*SHAPES[name]):
+            weights = jnp.ones(layout.shape, jnp.bfloat16)
+            row = []
+            for slots in args.slots:
+                call = functools.partial(stream, layout=layout, slots=slots)
+                us, _ = cold_kernel_us(call, (jnp.ones(128), weights), "weight_stream")
+                row.append(f"{us:.1f} ({weights.nbytes / us / 1e3 / roof:.3f})")
+            table.add_row(name, layout.name, *row)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The benchmark of weight layouts: each reads every piece once, and the kernel lowers and runs in the interpreter."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import weight_stream
+
+DEPTH, COLUMNS = 512, 1024
+LAYOUTS = weight_stream.layouts(DEPTH, COLUMNS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_piece_is_read_once(layout):
+    pieces = np.arange(DEPTH * COLUMNS // weight_stream.BLOCK**2)
+    corners = {tuple(map(int, layout.corner(jnp.int32(piece)))) for piece in pieces}
+    rows, columns = (np.arange(0, size, weight_stream.BLOCK).tolist() for size in layout.shape)
+    assert corners == {(row, column) for row in rows for column in columns}
+    stream = jax.jit(functools.partial(weight_stream.stream, layout=layout, slots=12))
+    shapes = jax.ShapeDtypeStruct((128,), jnp.float32), jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
+    assert "kernel_hash" in stream.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_interpreted(monkeypatch):
+    monkeypatch.setattr(weight_stream, "CTAS", 3)
+    small, weights = jnp.arange(128.0), jnp.ones(LAYOUTS[1].shape, jnp.bfloat16)
+    run = functools.partial(
+        weight_stream.stream,
+        layout=LAYOUTS[1],
+        slots=3,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    np.testing.assert_array_equal(jax.jit(run)(small, weights), small)
