@@ -6,10 +6,11 @@
 
 A chunk of T queries over a history of `context` tokens of which each KV head keeps its share (`retention`; below 1 lognormal
 over the heads, sigma 0.8, every head a group of its own, pages of 64 in random order), and over itself, causally. Times are
-those of all kernels of a call, from the profiler: "us" ours, the plan of the tiles included ("kernel" without it), "comp us"
-the composition of `tangram_jax.gpu_attention` (pages gathered, a KV head per batch row, merged by log-sum-exp), "cudnn us"
-its cuDNN kernels alone: what a composition that gathers and merges for nothing would take. Without a history that is dense
-causal attention by cuDNN alone. TFLOP/s count 4 D operations per query and visible entry.
+those of all kernels of a call, from the profiler: "us" ours ("kernel"), with a layer's part of the plan of the tiles, which
+is made for 32 layers at once ("plan"); "comp us" the composition of `tangram_jax.gpu_attention` (pages gathered, a KV head
+per batch row, merged by log-sum-exp), "cudnn us" its cuDNN kernels alone: what a composition that gathers and merges for
+nothing would take. Without a history that is dense causal attention by cuDNN alone. TFLOP/s count 4 D operations per query
+and visible entry.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class Row:
         return 4 * shape.head_dim * shape.group * (history + shape.num_kv_heads * own)
 
 
+LAYERS = 32
 MODELS = ("Llama-3.1-8B", "Gemma-3-12B", "GPT-OSS-20B")
 HISTORIES = [(0, 1.0), (25600, 1.0), (102400, 0.25), (102400, 1.0)]
 DEFAULT_ROWS = [
@@ -94,7 +96,7 @@ def make_inputs(row: Row) -> tuple[tuple[jax.Array, ...], np.ndarray, np.ndarray
     return tuple(arrays), first, np.zeros(heads, np.int32), head_dim**-0.5
 
 
-def busy_us(call: Any, args: tuple[jax.Array, ...], name: str, calls: int = 3) -> tuple[float, float]:
+def busy_us(call: Any, args: tuple[Any, ...], name: str, calls: int = 3) -> tuple[float, float]:
     """Time of all kernels of a call, and of those whose name contains `name`."""
     run = jax.jit(call)
     jax.block_until_ready(run(*args))
@@ -107,23 +109,30 @@ def measure(row: Row, tuning: cp.Tuning = cp.DEFAULT) -> dict[str, Any]:
     shape = SHAPES[row.model]
     args, first, column, scale = make_inputs(row)
 
-    def ours(q: Any, k: Any, v: Any, pool: Any, table: Any, lengths: Any) -> Any:
-        plan = cp.plan_chunk(
-            lengths, table, first, column, q_shape=q.shape, page_size=pool.shape[3], tuning=tuning
-        )
-        return cp.chunk_prefill(q, k, v, pool, plan, scale=scale, tuning=tuning)
+    def divide(lengths: Any, table: Any) -> cp.ChunkPlan:
+        return cp.plan_chunk(
+            jnp.tile(lengths, LAYERS), table, np.tile(first, LAYERS), np.tile(column, LAYERS),
+            q_shape=args[0].shape, page_size=row.page, num_layers=LAYERS, tuning=tuning,
+        )  # fmt: skip
+
+    def ours(q: Any, k: Any, v: Any, pool: Any, plan: cp.ChunkPlan) -> Any:
+        return cp.chunk_prefill(q, k, v, pool, plan.layer(LAYERS // 2), scale=scale, tuning=tuning)
 
     def composition(q: Any, k: Any, v: Any, pool: Any, table: Any, lengths: Any) -> Any:
         return gpu_attention.chunk_composition(
             q, k, v, LayerPages(pool, table, lengths, first, column), scale
         )
 
-    us, kernel = busy_us(ours, args, "chunk_prefill")
+    table, lengths = args[4:]
+    plan = busy_us(divide, (lengths, table), "")[0] / LAYERS
+    us, kernel = busy_us(ours, (*args[:4], jax.jit(divide)(lengths, table)), "chunk_prefill")
+    us += plan
     comp, cudnn = busy_us(composition, args, "cudnn")
     flops = row.flops(shape)
     return dataclasses.asdict(row) | {
         "us": us,
         "kernel": kernel,
+        "plan": plan,
         "TFLOP/s": flops / us / 1e6,
         "comp us": comp,
         "comp TFLOP/s": flops / comp / 1e6,

@@ -31,9 +31,9 @@ from models.rope import rope_tables
 from models.transformer import _after_attention, _attention_inputs
 from pallas_kernels import support
 from tangram_jax import compress
-from tangram_jax.attention import chunk_attention
+from tangram_jax.attention import ChunkAttention
 from tangram_jax.chunk_scores import ChunkScores
-from tangram_jax.pages import LayerPages
+from tangram_jax.pages import StepPages
 from tangram_jax.scorers import Scorer
 
 HISTORY, TAIL, PAGE, BATCH = 8192, 256, 64, 32
@@ -162,17 +162,19 @@ def layer_us(case: Case) -> tuple[float, float]:
 
     layer = map_specs(draw, param_specs(config.replace(num_layers=1))["layers"][0])
     hidden = jax.random.normal(next(keys), (chunk, config.hidden_size), jnp.bfloat16)
-    group, column = plan.group_of[0], plan.column_of[0]
+    group, column = plan.group_of[:1], plan.column_of[:1]
 
-    def run(cache: tj.Cache, layer: Any, x: jax.Array, attention: bool) -> jax.Array:
+    def run(cache: tj.Cache, layer: Any, x: jax.Array, attend: bool) -> jax.Array:
         cos, sin = rope_tables(jnp.arange(chunk), config)
         q, k, v = _attention_inputs(layer, x, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
-        if not attention:
+        if not attend:
             return _after_attention(layer, x + (k.sum() + v.sum()), q, config)
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
-        pages = LayerPages(cache.pool, cache.table[ROW][None], lengths, cache.layout.first[group], column)
-        out, lse = chunk_attention(q, k, v, pages, config.attention_scale)
+        first = cache.layout.first[group]
+        pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column)
+        attention = ChunkAttention(q.shape, q.dtype, pages)
+        out, lse = attention(0, q, k, v, config.attention_scale)
         return _after_attention(layer, x, out.astype(x.dtype), config) + lse.sum().astype(x.dtype)
 
     result = []

@@ -88,15 +88,12 @@ class DecodeAttention:
             if jax.default_backend() == "gpu":
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
         self._pages = pages
-        self._table = pages.table.at[pages.rows].get(mode="clip")
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         """q [B, K, G, D], k and v [B, K, D] of the new tokens (not in the pool yet) -> [B, K, G, D]."""
         if self._kernel:
             return self._kernel(layer, q, k, v, scale)
-        pool, _, _, lengths, first, column = self._pages
-        pages = LayerPages(pool, self._table, lengths[:, layer], first[layer], column[layer])
-        return decode_attention(q, k, v, pages, scale)
+        return decode_attention(q, k, v, self._pages.of_layer(layer), scale)
 
 
 def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
@@ -118,19 +115,39 @@ def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages
     return state.result()[0]
 
 
+class ChunkAttention:
+    """A chunk's queries over a row's entries and over the chunk, for all layers of one step.
+
+    On a GPU our kernel or cuDNN does it where they can, elsewhere XLA operations.
+    """
+
+    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+        """q_shape (T, K, G, D); `pages` of one row."""
+        self._pages = pages
+        self._on_gpu = None
+        if gpu_attention.chunk_supported(q_shape, dtype, pages.pool):
+            self._on_gpu = gpu_attention.ChunkAttention(q_shape, dtype, pages)
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `chunk_attention`."""
+        if self._on_gpu:
+            return self._on_gpu(layer, q, k, v, scale)
+        return chunk_attention(q, k, v, self._pages.of_layer(layer), scale)
+
+
 def chunk_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """A chunk's queries over the row's entries (all visible) and over the chunk (causal).
+    """A chunk's queries over the row's entries (all visible) and over the chunk (causal), as XLA operations.
 
     q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out [T, K, G, D] in float32 or q's dtype, natural log-sum-exp
     f32[T, K, G]). Rows past the chunk's valid tokens give finite values without meaning.
 
-    On a GPU our kernel or cuDNN does it where they can. Elsewhere head by head: each walks over as many entries as it
-    holds, and plain matrix products take half the time of batched ones on a CPU.
+    Head by head: each walks over as many entries as it holds, and plain matrix products take half the time of batched
+    ones on a CPU.
     """
-    if gpu_attention.chunk_supported(q, pages.pool):
-        return gpu_attention.chunk_attention(q, k, v, pages, scale)
     tokens, heads, group, head_dim = q.shape
     outs, lses = [], []
     for head in range(heads):

@@ -25,37 +25,49 @@ CUDNN_HEAD_DIMS = (64, 128, 256)
 log = logging.getLogger("tangram")
 
 
-def chunk_supported(q: jax.Array, pool: jax.Array) -> bool:
-    """Whether `chunk_attention` here takes queries [T, K, G, D] over this pool."""
+def chunk_supported(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
+    """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool."""
     return (
         jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and pool.dtype == q.dtype
-        and q.shape[-1] in CUDNN_HEAD_DIMS
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and pool.dtype == dtype
+        and q_shape[-1] in CUDNN_HEAD_DIMS
     )
 
 
-def chunk_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """See `attention.chunk_attention`. Our kernel where it is faster, else the composition."""
-    try:
-        check_one_device(pages.pool)
-        chunk_prefill.check_supported(q.shape, q.dtype, pages.pool.shape, pages.pool.dtype)
-    except NotImplementedError as reason:
-        log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
-        return chunk_composition(q, k, v, pages, scale)
-    if not chunk_prefill.preferred(q.shape[2]):
-        return chunk_composition(q, k, v, pages, scale)
-    plan = chunk_prefill.plan_chunk(
-        pages.lengths,
-        pages.table,
-        pages.first,
-        pages.column,
-        q_shape=q.shape,
-        page_size=pages.pool.shape[3],
-    )
-    return chunk_prefill.chunk_prefill(q, k, v, pages.pool, plan, scale=scale)
+class ChunkAttention:
+    """Our kernel, its work planned once for all layers, where it is faster; else the composition."""
+
+    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+        """q_shape (T, K, G, D)."""
+        self._pages, self._plan = pages, None
+        pool, lengths = pages.pool, pages.lengths
+        try:
+            check_one_device(pool)
+            chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
+        except NotImplementedError as reason:
+            log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
+            return
+        if not chunk_prefill.preferred(q_shape[2]):
+            return
+        self._plan = chunk_prefill.plan_chunk(
+            lengths.reshape(lengths.shape[0], -1),
+            pages.table,
+            pages.first.reshape(-1),
+            pages.column.reshape(-1),
+            q_shape=q_shape,
+            page_size=pool.shape[3],
+            num_layers=lengths.shape[1],
+            rows=pages.rows,
+        )
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `attention.chunk_attention`."""
+        if self._plan is None:
+            return chunk_composition(q, k, v, self._pages.of_layer(layer), scale)
+        return chunk_prefill.chunk_prefill(q, k, v, self._pages.pool, self._plan.layer(layer), scale=scale)
 
 
 def chunk_composition(

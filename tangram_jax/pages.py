@@ -19,7 +19,7 @@ class LayerPages(NamedTuple):
 
 
 class StepPages(NamedTuple):
-    """Where the entries of all layers are, for one decode step."""
+    """Where the entries of all layers are, for the requests of one step."""
 
     pool: jax.Array  # [num_pages, 2, Hp, P, D]
     table: jax.Array  # i32[rows, R]: every row of the cache
@@ -27,3 +27,8 @@ class StepPages(NamedTuple):
     lengths: jax.Array  # i32[B, L, K]: entries of each KV head
     first: np.ndarray  # i32[L, K]
     column: np.ndarray  # i32[L, K]
+
+    def of_layer(self, layer: int) -> LayerPages:
+        """With the table rows of the requests alone."""
+        table = self.table.at[self.rows].get(mode="clip")
+        return LayerPages(self.pool, table, self.lengths[:, layer], self.first[layer], self.column[layer])

@@ -13,11 +13,11 @@ from jax import lax
 
 from models.config import ModelConfig
 from models.transformer import forward
-from tangram_jax.attention import DecodeAttention, chunk_attention
+from tangram_jax.attention import ChunkAttention, DecodeAttention
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
-from tangram_jax.pages import LayerPages, StepPages
+from tangram_jax.pages import StepPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
 
@@ -57,36 +57,28 @@ def step(
     size = 0 if chunk is None else chunk.tokens.shape[0]
     before = _chunk_state(plan, cache, chunk) if chunk else None
     slots = _decode_state(plan, cache, decode) if decode else None
+    heads = (config.num_kv_heads, config.group_size, config.head_dim)
+    dtype = params["embed"].dtype
+    if before:
+        pages = _step_pages(plan, cache, before.row[None], before.lengths[None])
+        chunk_attention = ChunkAttention((size, *heads), dtype, pages)
     if slots:
-        decode_attention = DecodeAttention(
-            (len(slots.rows), config.num_kv_heads, config.group_size, config.head_dim),
-            params["embed"].dtype,
-            StepPages(
-                cache.pool,
-                cache.table,
-                slots.rows,
-                slots.lengths[:, plan.group_of],
-                cache.layout.first[plan.group_of],
-                plan.column_of,
-            ),
-        )
+        pages = _step_pages(plan, cache, slots.rows, slots.lengths)
+        decode_attention = DecodeAttention((len(slots.rows), *heads), dtype, pages)
 
     kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
     scores = ChunkScores(plan, config, scorer, before.what, before.tail_kv) if before else None
 
     def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         kept.append((k, v))
-        group, column = plan.group_of[layer], plan.column_of[layer]
-        first = cache.layout.first[group]
-        q = q.reshape(q.shape[0], config.num_kv_heads, config.group_size, config.head_dim)
+        q = q.reshape(q.shape[0], *heads)
         out = []
         if before and scores:
-            pages = LayerPages(cache.pool, before.table[None], before.lengths[None, group], first, column)
-            attended, lse = chunk_attention(q[:size], k[:size], v[:size], pages, config.attention_scale)
+            attended, lse = chunk_attention(layer, q[:size], k[:size], v[:size], config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
-                heads = (size, config.num_heads)
-                scores.add(layer, q[:size].reshape(*heads, -1), k[:size], v[:size], lse.reshape(heads))
+                flat = (size, config.num_heads)
+                scores.add(layer, q[:size].reshape(*flat, -1), k[:size], v[:size], lse.reshape(flat))
         if slots:
             out.append(decode_attention(layer, q[size:], k[size:], v[size:], config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
@@ -146,8 +138,20 @@ def decode_step(
 _NO_SCORER: Any = None
 
 
+def _step_pages(plan: CachePlan, cache: Cache, rows: jax.Array, lengths: jax.Array) -> StepPages:
+    """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
+    return StepPages(
+        cache.pool,
+        cache.table,
+        rows,
+        lengths[:, plan.group_of],
+        cache.layout.first[plan.group_of],
+        plan.column_of,
+    )
+
+
 class _ChunkState(NamedTuple):
-    table: jax.Array  # i32[R]
+    row: jax.Array  # i32[]
     lengths: jax.Array  # i32[M]
     what: Candidates
     tail_kv: jax.Array  # [2, M, Hp, W, D]
@@ -167,7 +171,7 @@ def _chunk_state(plan: CachePlan, cache: Cache, chunk: Chunk) -> _ChunkState:
     size = chunk.tokens.shape[0]
     what = candidates(plan, cache, chunk.row, size, chunk.valid)
     return _ChunkState(
-        table=cache.table[chunk.row],
+        row=jnp.asarray(chunk.row),
         lengths=plan.lengths(cache.tokens[chunk.row]) + cache.tail[chunk.row],
         what=what,
         tail_kv=read_tail(plan, cache, chunk.row),

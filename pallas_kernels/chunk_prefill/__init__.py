@@ -41,7 +41,8 @@ def chunk_prefill(
       q: [T, K, G, D] queries after RoPE, bfloat16 or float16.
       k, v: [T, K, D] keys and values of the chunk, of the same dtype.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
-      plan: `plan_chunk(...)` with the same q_shape and tuning: where the requests begin, where their history is, the window.
+      plan: of this layer, `plan_chunk(...).layer(index)`, with the same q_shape and tuning: where the requests begin, where
+        their history is, the window.
       scale: positive factor of the products q . k.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       tuning: the chip's record.
@@ -67,6 +68,7 @@ def plan_chunk(
     *,
     q_shape: tuple[int, ...],
     page_size: int,
+    num_layers: int = 1,
     starts: jax.Array | np.ndarray | None = None,
     sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
@@ -78,5 +80,5 @@ def plan_chunk(
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),
-        starts=starts, sizes=sizes, rows=rows, window=window, num_ctas=tuning.ctas(),
+        num_layers=num_layers, starts=starts, sizes=sizes, rows=rows, window=window, num_ctas=tuning.ctas(),
     )  # fmt: skip

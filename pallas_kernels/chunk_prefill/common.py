@@ -66,9 +66,10 @@ class Config:
 
 
 class Refs(NamedTuple):
-    tiles: Any  # i32[n, TILE_COLUMNS]
-    count: Any  # i32[1]
-    sync: Any  # i32[tiles, SYNC_COLUMNS]
+    layer: Any  # i32[1]; within a warpgroup the number itself
+    tiles: Any  # i32[L, n, TILE_COLUMNS]
+    count: Any  # i32[L]
+    sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
     q: Any  # [T, K * Gp, D]
     k: Any  # [T, K, D]
@@ -132,7 +133,7 @@ class Tile(NamedTuple):
 
 def rounds_of(cfg: Config, refs: Refs, cta: Any) -> Any:
     """Tiles of this CTA: they are dealt back and forth."""
-    count, ctas = refs.count[0], i32(cfg.num_ctas)
+    count, ctas = refs.count[refs.layer], i32(cfg.num_ctas)
     full = lax.div(count, ctas)
     at = jnp.where(lax.rem(full, i32(2)) == 0, cta, cfg.num_ctas - 1 - cta)
     return full + (at < lax.rem(count, ctas)).astype(i32)
@@ -140,5 +141,5 @@ def rounds_of(cfg: Config, refs: Refs, cta: Any) -> Any:
 
 def tile_of(cfg: Config, refs: Refs, cta: Any, n: Any) -> Tile:
     at = jnp.where(lax.rem(n, i32(2)) == 0, cta, cfg.num_ctas - 1 - cta)
-    number = jnp.minimum(n * cfg.num_ctas + at, refs.tiles.shape[0] - 1)
-    return Tile(*(refs.tiles[number, c] for c in range(len(Tile._fields))))
+    number = jnp.minimum(n * cfg.num_ctas + at, refs.tiles.shape[1] - 1)
+    return Tile(*(refs.tiles[refs.layer, number, c] for c in range(len(Tile._fields))))

@@ -31,6 +31,7 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
 
     def body(*smem: Any) -> None:
         refs = gmem._replace(**dict(zip(Refs._fields[Refs._fields.index("q_s") :], smem, strict=False)))
+        refs = refs._replace(layer=gmem.layer[0])
         wg = lax.axis_index("wg")
         pl.when(wg < wgs)(functools.partial(_compute, cfg, refs, wg))
         pl.when(wg == wgs)(functools.partial(load, cfg, refs))

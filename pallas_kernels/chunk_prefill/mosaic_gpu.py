@@ -50,7 +50,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
-        num_ctas=min(tuning.ctas(), plan.tiles.shape[0]),
+        num_ctas=min(tuning.ctas(), plan.tiles.shape[1]),
         stride=plan.stride,
         cuts=plan.num_parts > 0,
         scale=scale,
@@ -80,6 +80,8 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out, lse, *_ = kernel(plan.tiles, plan.count, plan.sync, plan.table, rows, k, v, pool)
+    out, lse, *_ = kernel(
+        plan.layer_number.reshape(1), plan.tiles, plan.count, plan.sync, plan.table, rows, k, v, pool
+    )
     out, lse = out.reshape(-1, heads, padded, head_dim), lse.reshape(-1, heads, padded)
     return out[:tokens, :, :group], lse[:tokens, :, :group]

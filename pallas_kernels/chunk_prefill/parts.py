@@ -15,7 +15,7 @@ BY_ROW = WGMMA.reduce(1)
 
 
 def _counter(cfg: Config, refs: Refs, wg: Any, tile: Tile) -> Any:
-    return refs.sync.at[tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride)), wg]
+    return refs.sync.at[refs.layer, tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride)), wg]
 
 
 def leave(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.layered_plan import LayeredPlan
+
 # Columns of `ChunkPlan.tiles`
 ROW, END, SEGMENT, HEAD = range(
     4
@@ -47,16 +49,16 @@ SORTED_BY_COUNTING = 4096  # up to so many tiles, comparing all pairs is faster 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ChunkPlan:
-    """The division of one chunk's attention in one layer."""
+class ChunkPlan(LayeredPlan):
+    """The division of one chunk's attention."""
 
-    tiles: jax.Array  # i32[n, TILE_COLUMNS], by falling work
-    count: jax.Array  # i32[1]: how many of them have any
-    table: jax.Array  # i32[rows * R]
+    tiles: jax.Array  # i32[L, n, TILE_COLUMNS], by falling work
+    count: jax.Array  # i32[L]: how many of them have any
+    table: jax.Array  # i32[rows * R], the same for all layers
     starts: jax.Array  # i32[B]
     sizes: jax.Array  # i32[B]
-    sync: jax.Array  # i32[tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
-    heads: jax.Array  # i32[B, K, 3]: length, offset, column; for the reference
+    sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
+    heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
     page_size: int = dataclasses.field(metadata={"static": True})
     positions: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
@@ -75,34 +77,79 @@ def plan_chunk(
     page_size: int,
     positions: int,
     block: int,
+    num_layers: int = 1,
     starts: jax.Array | np.ndarray | None = None,
     sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
     num_ctas: int = 132,
 ) -> ChunkPlan:
-    """Divides the attention of a chunk in one layer.
+    """Divides the attention of a chunk, for all layers at once.
 
     Args:
-      lengths: i32[B, K] history entries of each KV head. 0 or less: none.
+      lengths: i32[B, H] history entries of each KV head, H = L * K heads in (layer, head) order. 0 or less: none.
       table: i32[rows, R] flat rows of page numbers.
-      first: i32[K] position of each head's pages in a table row.
-      column: i32[K] column of each head within its pages.
+      first: i32[H] position of each head's pages in a table row.
+      column: i32[H] column of each head within its pages.
       num_tokens: T, rows of the packed chunk.
       page_size: entries in a page.
       positions, block: tokens of a tile and entries of a step, from the tuning.
+      num_layers: L.
       starts: i32[B] row where each request's tokens begin, a multiple of 8; increasing.
       sizes: i32[B] tokens of each request. Without both: B requests of equal size, one after the other.
       rows: i32[B] table row of each request; `arange(B)` if None.
       window: a query sees the `window` last tokens of its chunk, itself included. All of the history is visible.
       num_ctas: CTAs that share the work.
     """
-    batch, heads = lengths.shape
-    length = jnp.maximum(lengths.astype(i32), 0)
-    table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
-    offset = table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None]
-    columns = jnp.broadcast_to(jnp.asarray(column, i32)[None], (batch, heads))
+    batch, all_heads = lengths.shape
+    if all_heads % num_layers:
+        raise ValueError(f"{all_heads} heads do not divide into {num_layers} layers")
     own = _own_blocks(batch, num_tokens, positions, block, window, starts, sizes)
+    table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
+
+    def by_layer(x: jax.Array) -> jax.Array:  # [B, H] -> [L, B, K]
+        return x.reshape(batch, num_layers, -1).swapaxes(0, 1)
+
+    length = by_layer(jnp.maximum(lengths.astype(i32), 0))
+    offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None])
+    column = by_layer(jnp.broadcast_to(jnp.asarray(column, i32)[None], lengths.shape))
+    # Few enough tiles are cut into pieces.
+    cut = own.known and batch == 1 and own.blocks * all_heads // num_layers <= CUT_BELOW * num_ctas
+    tiles, count = jax.vmap(lambda *x: _tiles(own, *x, block=block, num_ctas=num_ctas, cut=cut))(
+        length, offset, column
+    )
+    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
+    zero = jnp.minimum(length[:, :1, :1], 0)
+    return ChunkPlan(
+        tiles=tiles,
+        count=count,
+        table=table.reshape(-1),
+        starts=jnp.asarray(own.starts),
+        sizes=jnp.asarray(own.sizes),
+        sync=jnp.broadcast_to(zero, (num_layers, own.blocks * length.shape[2], SYNC_COLUMNS)),
+        heads=jnp.stack([length, offset, column], axis=-1),
+        index=None,
+        page_size=page_size,
+        positions=positions,
+        block=block,
+        window=window,
+        stride=own.blocks,
+        num_parts=MAX_PIECES * own.blocks if cut else 0,
+    )
+
+
+def _tiles(
+    own: "_Own",
+    length: jax.Array,
+    offset: jax.Array,
+    column: jax.Array,
+    *,
+    block: int,
+    num_ctas: int,
+    cut: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(i32[n, TILE_COLUMNS], how many have any work) of one layer, from i32[B, K] each."""
+    batch, heads = length.shape
     blocks, request = own.blocks, own.request
     one_known = own.known and batch == 1
 
@@ -110,7 +157,6 @@ def plan_chunk(
     entries = length[request]
     work = -(-length // block)  # [B, K]
     pieces = _Pieces.none(heads)
-    cut = one_known and blocks * heads <= CUT_BELOW * num_ctas
     if cut:
         pieces = _cut(own.work, work[0], length[0] // block, num_ctas)
         work = work - pieces.cut[None]
@@ -126,7 +172,7 @@ def plan_chunk(
         HEAD: np.arange(heads, dtype=np.int32)[None],
         LENGTH: entries,
         OFFSET: offset[request],
-        COLUMN: columns[request],
+        COLUMN: column[request],
         MASKED: own.masked[:, None] + (entries % block > 0),
         FREE: own.free[:, None] + entries // block - pieces.cut[None],
         DIAGONAL: own.diagonal[:, None],
@@ -143,23 +189,8 @@ def plan_chunk(
         front, cut_rows = pieces.rows(tiles), pieces.count.sum() * blocks
     tiles = tiles.reshape(-1, TILE_COLUMNS)
     rows_of = jnp.concatenate([front, jnp.zeros_like(tiles)])
-    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
-    zero = jnp.minimum(length[:1, :1], 0)
-    return ChunkPlan(
-        tiles=rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds"),
-        count=jnp.asarray(own.count * heads, i32).reshape(1) + cut_rows,
-        table=table.reshape(-1),
-        starts=jnp.asarray(own.starts),
-        sizes=jnp.asarray(own.sizes),
-        sync=jnp.broadcast_to(zero, (blocks * heads, SYNC_COLUMNS)),
-        heads=jnp.stack([length, offset, columns], axis=-1),
-        page_size=page_size,
-        positions=positions,
-        block=block,
-        window=window,
-        stride=blocks,
-        num_parts=MAX_PIECES * blocks if cut else 0,
-    )
+    placed = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
+    return placed, jnp.asarray(own.count * heads, i32) + cut_rows
 
 
 def _stack(values: dict[int, Any], shape: tuple[int, int]) -> jax.Array:

@@ -24,8 +24,8 @@ def chunk_prefill_reference(
     """
     tokens = q.shape[0]
     page = pool.shape[3]
-    batch, heads, _ = plan.heads.shape
-    length, offset, column = (plan.heads[..., c] for c in range(3))
+    length, offset, column = (plan.of_layer("heads")[..., c] for c in range(3))
+    batch, heads = length.shape
     entries = plan.table.size // batch * page if max_length is None else max_length
     num_pages = -(-entries // page)
     at = jnp.arange(num_pages)

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.layered_plan import LayeredPlan
+
 # Columns of `DecodePlan.shares`. The data of a share's last item, which a CTA does first, and the first pages to load
 # stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
 START, END, FIRST_ITEM, LAST_ITEM = range(4)
@@ -39,12 +41,8 @@ SYNC_STRIDE = 8  # one counter per 32 bytes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DecodePlan:
-    """The division of one decode step, for all layers; `layer` says which one a call is for.
-
-    A call gets the arrays of all layers and the layer's number as an operand: slices would be a kernel each, per layer and
-    array, and a static number a kernel of its own to compile, per layer.
-    """
+class DecodePlan(LayeredPlan):
+    """The division of one decode step."""
 
     shares: jax.Array  # i32[L, W, SHARE_COLUMNS]
     items: jax.Array  # i32[L, B * K + 1, ITEM_COLUMNS]
@@ -52,23 +50,8 @@ class DecodePlan:
     # Zero between kernels: the kernel counts in it and leaves it at zero.
     sync: jax.Array  # i32[L, W, SYNC_STRIDE]
     table: jax.Array  # i32[rows, R], the same for all layers
-    index: jax.Array | None  # i32[1]: the layer
     page_size: int = dataclasses.field(metadata={"static": True})
     unit: int = dataclasses.field(metadata={"static": True})
-
-    def layer(self, index: int | jax.Array) -> "DecodePlan":
-        """The plan of one layer, as `ragged_decode` takes it."""
-        return dataclasses.replace(self, index=jnp.asarray(index, jnp.int32).reshape(1))
-
-    def of_layer(self, name: str) -> jax.Array:
-        """One of the arrays, of this plan's layer alone."""
-        return getattr(self, name)[self.layer_number]
-
-    @property
-    def layer_number(self) -> jax.Array:
-        if self.index is None:
-            raise ValueError("a plan of all layers: take plan.layer(index)")
-        return self.index[0]
 
     @property
     def num_shares(self) -> int:

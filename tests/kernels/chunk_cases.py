@@ -115,4 +115,4 @@ def plan_of(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> cp.ChunkPlan:
         jnp.asarray(case.lengths), case.table, case.first, case.column,
         q_shape=case.q.shape, page_size=case.pool.shape[3], window=case.window, tuning=tuning,
         starts=None if whole else case.starts, sizes=None if whole else case.sizes,
-    )  # fmt: skip
+    ).layer(0)  # fmt: skip

@@ -34,7 +34,7 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     result: dict[tuple[int, int], set[tuple[str, int]]] = {}
     taken: dict[tuple[int, int], set[tuple[str, int]]] = {}
     pieces: dict[tuple[int, int], list[int]] = {}
-    for tile in np.asarray(plan.tiles)[: int(plan.count[0])].tolist():
+    for tile in np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))].tolist():
         where = tile[P.ROW], tile[P.HEAD]
         if tile[P.PIECES] < 0:
             pieces.setdefault(where, []).append(tile[P.PART])
@@ -83,7 +83,7 @@ def test_plan_names_every_block_once(given, window):
         starts=np.asarray(starts) if given else None,
         sizes=np.asarray(sizes) if given else None,
         window=window,
-    )
+    ).layer(0)
     got = seen_by(plan)
     want = {}
     for b, (start, size) in enumerate(zip(starts, sizes, strict=True)):
@@ -101,7 +101,7 @@ def test_plan_names_every_block_once(given, window):
                 blocks |= {("history, masked", n // plan.block)} if n % plan.block else set()
                 want[start + at, head] = blocks
     assert got == want
-    tiles = np.asarray(plan.tiles)[: int(plan.count[0])]
+    tiles = np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))]
     cut = tiles[:, P.PIECES] < 0
     assert cut.any() != given
     for rows in (tiles[cut], tiles[~cut]):
@@ -112,11 +112,32 @@ def test_plan_without_a_sort_is_the_sorted_one():
     lengths = jnp.asarray([[70, 0, 129, 5000, 5000, 128, 1, 777]])
     how = {"q_shape": (2048, 8, 4, 128), "page_size": 64, "window": 300}
     args = (lengths, jnp.zeros((1, 900), jnp.int32), np.arange(8), np.zeros(8))
-    known = cp.plan_chunk(*args, **how)
-    given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048]))
+    known = cp.plan_chunk(*args, **how).layer(0)
+    given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048])).layer(0)
     assert seen_by(known) == seen_by(given)
-    assert (known.tiles[:, P.PIECES] == 0).all()  # too many tiles to cut any
+    assert (known.tiles[..., P.PIECES] == 0).all()  # too many tiles to cut any
     np.testing.assert_array_equal(known.count, given.count)
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_plan_of_all_layers_is_that_of_each(requests):
+    """Also where some layers' histories are cut into pieces and others' are not."""
+    lengths = np.random.default_rng(0).integers(0, 9000, (requests, 3 * 4))
+    lengths[:, 4:8] = 300
+    first, column = np.arange(12) * 7, np.arange(12) % 3
+    table = jnp.zeros((requests, 900), jnp.int32)
+    how = {"q_shape": (256, 4, 4, 128), "page_size": 64}
+    together = cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=3)
+    cuts = []
+    for layer in range(3):
+        mine = slice(4 * layer, 4 * layer + 4)
+        alone = cp.plan_chunk(jnp.asarray(lengths[:, mine]), table, first[mine], column[mine], **how)
+        for name in ("tiles", "count", "sync", "heads"):
+            np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.layer(0).of_layer(name))
+        cuts.append(bool((alone.tiles[..., P.PIECES] > 0).any()))
+    assert cuts == ([True, False, True] if requests == 1 else [False] * 3)
+    with pytest.raises(ValueError, match="12 heads do not divide into 5 layers"):
+        cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=5)
 
 
 def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
@@ -163,7 +184,7 @@ def test_pieces_of_a_history_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(P, "MIN_PIECE", 1)
     case = make_case([[400, 9]], 16, head_dim=64, page_size=64)
     tuning = cp.Tuning(num_ctas=1)
-    assert (plan_of(case, tuning).tiles[:, P.PIECES] == 3).any()
+    assert (plan_of(case, tuning).tiles[..., P.PIECES] == 3).any()
     check_interpreted(case, tuning)
 
 
@@ -189,11 +210,12 @@ def test_layers_share_one_kernel_text():
     case = make_case([[70, 33]], 64)
 
     def step(q, k, v, pool, table, lengths):
+        plan = cp.plan_chunk(
+            jnp.tile(lengths, 3), table, np.tile(case.first, 3), np.tile(case.column, 3),
+            q_shape=q.shape, page_size=16, num_layers=3,
+        )  # fmt: skip
         for layer in range(3):
-            plan = cp.plan_chunk(
-                lengths + layer, table, case.first, case.column, q_shape=q.shape, page_size=16
-            )
-            q = q + chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=0.1)[0]
+            q = q + chunk_prefill_mosaic_gpu(q, k, v, pool, plan.layer(layer), scale=0.1)[0]
         return q
 
     traced = jax.jit(step).trace(case.q, case.k, case.v, case.pool, case.table, case.lengths)

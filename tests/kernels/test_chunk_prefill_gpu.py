@@ -89,7 +89,7 @@ def test_many_tiles_for_each_cta():
 def test_histories_cut_into_pieces(head_dim):
     case = make_case([[30000, 3000, 0, 77]], 256, head_dim=head_dim, page_size=64)
     plan = plan_of(case)
-    assert int((plan.tiles[:, P.PIECES] < 0).sum()) > 50
+    assert int((plan.tiles[..., P.PIECES] < 0).sum()) > 50
     check(case)
     assert not np.asarray(plan.sync).any()
 
@@ -117,11 +117,12 @@ def test_layers_compile_one_kernel():
 
     def seconds(layers: int, scale: float) -> float:
         def step(q, k, v, pool, table, lengths):
+            plan = cp.plan_chunk(
+                jnp.tile(lengths, layers), table, np.tile(case.first, layers), np.tile(case.column, layers),
+                q_shape=q.shape, page_size=16, num_layers=layers,
+            )  # fmt: skip
             for layer in range(layers):
-                plan = cp.plan_chunk(
-                    lengths + layer, table, case.first, case.column, q_shape=q.shape, page_size=16
-                )
-                q = q + cp.chunk_prefill(q, k, v, pool, plan, scale=scale)[0]
+                q = q + cp.chunk_prefill(q, k, v, pool, plan.layer(layer), scale=scale)[0]
             return q
 
         lowered = (

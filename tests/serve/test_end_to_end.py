@@ -124,7 +124,7 @@ def test_chat_streaming_and_not(server):
         chat(server, HELLO, max_tokens=40, stream=True, stream_options={"include_usage": True}, **EXACT)
     )
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
-    assert len(chunks) > 20
+    assert len(chunks) > 3  # tokens that were ready together share one
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
     # The second time only the last token of the prompt runs.
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == len(prompt) - 1

@@ -1,0 +1,54 @@
+"""The step as a Hopper GPU would run it, traced and lowered without one: the kernels fit the engine, and all of them apply."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from models.testing import random_params, tiny_config
+from pallas_kernels import support
+
+CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """What asks for the device is told that it is a Hopper GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(support, "check_device", lambda *_: None)
+
+
+def lowered(function, *args, **kwargs) -> str:
+    return jax.jit(function).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "expected_attention"])
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+def test_steps_lower(hopper, caplog, scorer, cluster):
+    profile = tj.BudgetProfile.from_ratios(
+        np.random.default_rng(0).uniform(0.1, 0.9, (1, CONFIG.num_layers, CONFIG.num_kv_heads)), retention=0.5
+    )
+    plan = tj.CachePlan.build(profile, 2, 16, cluster)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+    )
+    prefill = functools.partial(
+        tj.prefill_chunk, model_config=CONFIG, plan=plan, scorer=tj.get_scorer(scorer)
+    )
+    tokens = np.zeros(128, np.int32)
+    text = lowered(
+        lambda params, cache, **given: prefill(params, cache=cache, **given),
+        params, cache, row=np.int32(1), tokens=tokens, count=np.int32(100),
+    )  # fmt: skip
+    # One text of each kernel for all layers: attention, writing, and the window's sums.
+    assert text.count("kernel_hash") == (3 if scorer == "snapkv" else 2)
+    text = lowered(
+        lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
+        params, cache, rows=np.zeros(8, np.int32), tokens=np.zeros(8, np.int32),
+    )  # fmt: skip
+    assert text.count("kernel_hash") == 2  # attention and appending
+    assert not caplog.records  # nothing was left to XLA with a warning
