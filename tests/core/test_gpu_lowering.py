@@ -1,4 +1,4 @@
-"""The step as a Hopper GPU would run it, traced and lowered without one: the kernels fit the engine, and all of them apply."""
+"""The step as a Hopper GPU would run it, traced and lowered without one: the kernels fit the engine, and all apply."""
 
 import functools
 
