@@ -183,8 +183,8 @@ class ExpectedAttention:
         covariance = _rotate(_rotate(covariance, cos, sin).swapaxes(-1, -2), cos, sin)
         linear = _split_heads((x.scale * mean)[None], num_kv_heads)[0]  # [K, G, D]
         quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
-        z = _product("kgde,kce->kgcd", quadratic.astype(x.k.dtype), x.k) + linear[:, :, None]
-        z = (z * x.k.astype(jnp.float32)[:, None]).sum(axis=-1)
+        z = _product("kce,kgde->kcgd", x.k, quadratic.astype(x.k.dtype)) + linear[:, None]
+        z = (z * x.k.astype(jnp.float32)[:, :, None]).sum(axis=-1).swapaxes(1, 2)  # [K, G, C]
         probability = _masked_softmax(z, x.valid[:, None, :]).mean(axis=1)
         value_norm = jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1)
         return jnp.where(x.valid, (probability + self.eps) * value_norm, NEG_INF)
