@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from models.rope import rotate
+
 NEG_INF = float("-inf")
 
 
@@ -176,11 +178,11 @@ class ExpectedAttention:
     def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
         num_kv_heads = x.k.shape[0]
         next_position = x.q_positions[jnp.maximum(x.num_valid - 1, 0)] + 1
-        cos, sin = _mean_rotation(x.inv_freq, next_position, self.future)
+        turn = _mean_rotation(x.inv_freq, next_position, self.future)
         mean, covariance = self._query_statistics(x)  # f32[N, D], [N, D, D]
-        mean = _rotate(mean, cos, sin)
+        (mean,) = rotate(mean[None], *turn)
         # Sigma is symmetric: R Sigma R^T turns its columns, then its rows.
-        covariance = _rotate(_rotate(covariance, cos, sin).swapaxes(-1, -2), cos, sin)
+        covariance = rotate(rotate(covariance, *turn).swapaxes(-1, -2), *turn)
         linear = _split_heads((x.scale * mean)[None], num_kv_heads)[0]  # [K, G, D]
         quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
         z = _product("kce,kgde->kcgd", x.k, quadratic.astype(x.k.dtype)) + linear[:, None]
@@ -192,8 +194,7 @@ class ExpectedAttention:
     def _query_statistics(self, x: ScoreInputs) -> tuple[Float[Array, "N D"], Float[Array, "N D D"]]:
         used = (jnp.arange(x.q.shape[0]) < x.num_valid) & (x.q_positions >= self.skip)
         angle = x.q_positions.astype(jnp.float32)[:, None] * x.inv_freq  # [T, D/2]
-        cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-        q = _rotate(x.q.astype(jnp.float32), cos, -sin)  # takes RoPE off again
+        q = rotate(x.q.astype(jnp.float32), jnp.cos(angle), -jnp.sin(angle))  # takes RoPE off again
         q = jnp.where(used[:, None, None], q, 0.0)
         count = jnp.maximum(used.sum(), 1).astype(jnp.float32)
         mean = q.sum(axis=0) / count
@@ -311,20 +312,12 @@ def _unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     return x / jnp.maximum(norm, 1e-12)
 
 
-def _rotate(
-    x: Float[Array, "*B D"], cos: Float[Array, "*C half_D"], sin: Float[Array, "*C half_D"]
-) -> Float[Array, "*B D"]:
-    """Turns the pairs (d, d + D/2) of the last axis, RoPE's half-split layout."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def _mean_rotation(
     inv_freq: Float[Array | np.ndarray, " half_D"], start: Int[Array, ""], future: int
-) -> tuple[Float[Array, " half_D"], Float[Array, " half_D"]]:
+) -> tuple[Float[Array, "1 half_D"], Float[Array, "1 half_D"]]:
     """RoPE's cosines and sines averaged over the positions start .. start + future - 1."""
     angle = (start + jnp.arange(future)).astype(jnp.float32)[:, None] * inv_freq
-    return jnp.cos(angle).mean(axis=0), jnp.sin(angle).mean(axis=0)
+    return jnp.cos(angle).mean(axis=0, keepdims=True), jnp.sin(angle).mean(axis=0, keepdims=True)
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
