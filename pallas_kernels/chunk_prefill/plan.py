@@ -114,7 +114,7 @@ def plan_chunk(
     offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None])
     column = by_layer(jnp.broadcast_to(jnp.asarray(column, i32)[None], lengths.shape))
     # Few enough tiles are cut into pieces.
-    cut = own.known and batch == 1 and own.blocks * all_heads // num_layers <= CUT_BELOW * num_ctas
+    cut = own.alone and own.blocks * all_heads // num_layers <= CUT_BELOW * num_ctas
     tiles, count = jax.vmap(lambda *x: _tiles(own, *x, block=block, num_ctas=num_ctas, cut=cut))(
         length, offset, column
     )
@@ -149,9 +149,8 @@ def _tiles(
     cut: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(i32[n, TILE_COLUMNS], how many have any work) of one layer, from i32[B, K] each."""
-    batch, heads = length.shape
+    heads = length.shape[1]
     blocks, request = own.blocks, own.request
-    one_known = own.known and batch == 1
 
     # Tiles are [blocks of queries, K].
     entries = length[request]
@@ -160,7 +159,7 @@ def _tiles(
     if cut:
         pieces = _cut(own.work, work[0], length[0] // block, num_ctas)
         work = work - pieces.cut[None]
-    if one_known:
+    if own.alone:
         place = _places(own.work, work[0])
     else:
         place = _places_by_pairs(jnp.where(own.there[:, None], own.work[:, None] + work[request], 0))
@@ -216,6 +215,11 @@ class _Own(NamedTuple):
     last: Any
     first: Any
     first_free: Any
+
+    @property
+    def alone(self) -> bool:
+        """One request, of known size: all but the histories is then known."""
+        return self.known and len(self.sizes) == 1
 
     @property
     def work(self) -> Any:
