@@ -90,8 +90,6 @@ def check_supported(
     tokens: int,
     hidden_size: int,
     intermediate_size: int,
-    num_kv_heads: int,
-    group: int,
     head_dim: int,
     dtype: jax.typing.DTypeLike,
     device: jax.Device | None = None,
@@ -113,4 +111,3 @@ def check_supported(
     check_device(device)
     if device.core_count < 132:
         raise NotImplementedError(f"{device.core_count} multiprocessors: the products take 132, all at once")
-    del num_kv_heads, group

@@ -84,7 +84,7 @@ def test_lowers_for_cuda(tokens: int, dtype) -> None:
 
 
 SUPPORTED = {
-    "tokens": 8, "hidden_size": 4096, "intermediate_size": 14336, "num_kv_heads": 8, "group": 4, "head_dim": 128,
+    "tokens": 8, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128,
     "dtype": "bfloat16",
 }  # fmt: skip
 
