@@ -8,10 +8,10 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.rope import rope_frequencies
-from pallas_kernels import keep
+from pallas_kernels import gaussian, keep
 from tangram_jax.compress import Candidates, by_group
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import ScoreInputs, Scorer, WindowScorer
+from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer
 
 log = logging.getLogger("tangram")
 
@@ -24,20 +24,27 @@ class ChunkScores:
     ) -> None:
         """`tail_kv` [2, M, Hp, W, D], the previous tail, right-aligned, of `compress.read_tail`."""
         self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
-        self._layers: list[jax.Array] = []
+        self._place = np.stack([plan.group_of, plan.column_of], axis=-1)
+        self._layers: list[jax.Array] = []  # scores
 
         self._sums: list[jax.Array] = []
         self._queries: jax.Array | int = 0
 
+        self._logits: list[tuple[jax.Array, jax.Array]] = []
+        self._turns: tuple[jax.Array, jax.Array] | None = None  # the same in all layers
+
     def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
         """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
-        if isinstance(self._scorer, WindowScorer):
-            try:
+        try:
+            if isinstance(self._scorer, WindowScorer):
                 self._sums.append(self._window_sums(self._scorer, layer, q, k, lse))
                 return
-            except NotImplementedError as reason:
-                if jax.default_backend() == "gpu" and not layer:
-                    log.warning("Scores are taken by XLA operations, several times slower: %s", reason)
+            if isinstance(self._scorer, GaussianScorer):
+                self._logits.append(self._gaussian_logits(self._scorer, layer, q, k, v))
+                return
+        except NotImplementedError as reason:
+            if jax.default_backend() == "gpu" and not layer:
+                log.warning("Scores are taken by XLA operations, several times slower: %s", reason)
         group, column = self._plan.group_of[layer], self._plan.column_of[layer]
         tail = self._tail[:, group, column]  # [2, K, W, D]
         keys, values = (
@@ -60,15 +67,18 @@ class ChunkScores:
 
     def result(self) -> jax.Array:
         """f32[M, Hp, C]: the scores by group and column."""
-        if self._sums and isinstance(self._scorer, WindowScorer):
-            valid = self._what.valid[self._plan.group_of]  # [L, K, C]
-            sums = jnp.stack(self._sums)
-            flat = (-1, sums.shape[-1])
-            scores = self._scorer.from_sums(
-                sums.reshape(flat), jnp.asarray(self._queries), valid.reshape(flat)
-            )
-            return by_group(self._plan, scores.reshape(sums.shape))
-        return by_group(self._plan, jnp.stack(self._layers))
+        if not (self._sums or self._logits):
+            return by_group(self._plan, jnp.stack(self._layers))
+        valid = self._what.valid[self._plan.group_of]  # [L, K, C]
+        shape, flat = valid.shape, (-1, valid.shape[-1])
+        if isinstance(self._scorer, WindowScorer):
+            sums = jnp.stack(self._sums).reshape(flat)
+            scores = self._scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
+        elif isinstance(self._scorer, GaussianScorer):
+            logits, squares = (jnp.stack(x) for x in zip(*self._logits, strict=True))
+            by_head = logits.reshape(len(valid.reshape(flat)), -1, shape[-1])  # [L * K, G, C]
+            scores = self._scorer.from_logits(by_head, jnp.sqrt(squares).reshape(flat), valid.reshape(flat))
+        return by_group(self._plan, scores.reshape(shape))
 
     def _window_sums(
         self, scorer: WindowScorer, layer: int, q: jax.Array, k: jax.Array, lse: jax.Array
@@ -77,11 +87,26 @@ class ChunkScores:
         self._queries = jnp.minimum(self._what.valid_tokens, scorer.window) * (q.shape[1] // k.shape[1])
         return keep.window_sums(
             q, k, self._tail, lse,
-            place=np.stack([self._plan.group_of, self._plan.column_of], axis=-1),
+            place=self._place,
             layer=jnp.int32(layer),
             unlocked=self._what.unlocked,
             count=self._what.valid_tokens,
             window=scorer.window,
             scale=self._config.attention_scale,
             power=scorer.power,
+        )  # fmt: skip
+
+    def _gaussian_logits(
+        self, scorer: GaussianScorer, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """(f32[N, C], f32[K, C]): logits, and squared norms of the values, by the kernels. Raises NotImplementedError."""
+        if self._turns is None:
+            positions = self._what.positions[-q.shape[0] :]
+            self._turns = scorer.turns(positions, self._what.valid_tokens, rope_frequencies(self._config))
+        return gaussian.gaussian_logits(
+            q, *self._turns, k, v, self._tail,
+            place=self._place,
+            layer=jnp.int32(layer),
+            unlocked=self._what.unlocked,
+            scale=self._config.attention_scale,
         )  # fmt: skip

@@ -75,6 +75,30 @@ class WindowScorer(Scorer, Protocol):
         ...
 
 
+@runtime_checkable
+class GaussianScorer(Scorer, Protocol):
+    """A scorer that ranks by a Gaussian model of future queries, whose moments and logits kernels can take."""
+
+    def turns(
+        self,
+        positions: Int[Array, " T"],
+        num_valid: Int[Array, ""],
+        inv_freq: Float[Array | np.ndarray, " half_D"],
+    ) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
+        """What turns the chunk's queries, as after RoPE, into a sample of future ones, and the size of the sample.
+
+        f16: row t holds D/2 real parts, then D/2 imaginary parts of complex factors of the pairs (q[i], q[i + D/2]);
+        zeros where query t is left out.
+        """
+        ...
+
+    def from_logits(
+        self, z: Float[Array, "H G C"], value_norm: Float[Array, "H C"], valid: Bool[Array, "H C"]
+    ) -> Float[Array, "H C"]:
+        """The scores of any heads H from logits under the model and norms of the values."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class SnapKV:
     """SnapKV: attention that the chunk's last queries pay to each candidate (METHODS.md).
@@ -187,12 +211,40 @@ class ExpectedAttention:
         quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
         z = _product("kce,kgde->kcgd", x.k, quadratic.astype(x.k.dtype)) + linear[:, None]
         z = (z * x.k.astype(jnp.float32)[:, :, None]).sum(axis=-1).swapaxes(1, 2)  # [K, G, C]
-        probability = _masked_softmax(z, x.valid[:, None, :]).mean(axis=1)
-        value_norm = jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1)
-        return jnp.where(x.valid, (probability + self.eps) * value_norm, NEG_INF)
+        return self.from_logits(z, jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1), x.valid)
+
+    def from_logits(
+        self, z: Float[Array, "H G C"], value_norm: Float[Array, "H C"], valid: Bool[Array, "H C"]
+    ) -> Float[Array, "H C"]:
+        """See `GaussianScorer`."""
+        probability = _masked_softmax(z, valid[:, None, :]).mean(axis=1)
+        return jnp.where(valid, (probability + self.eps) * value_norm, NEG_INF)
+
+    def turns(
+        self,
+        positions: Int[Array, " T"],
+        num_valid: Int[Array, ""],
+        inv_freq: Float[Array | np.ndarray, " half_D"],
+    ) -> tuple[Float[Array, "T D"], Float[Array, ""]]:
+        """See `GaussianScorer`. Takes RoPE off and R on in one: then mean and covariance are R mu and R Sigma R^T.
+
+        11 bits of a factor: no more is left of a query that is rounded to 16 bits before and after.
+        """
+        used = self._used(positions, num_valid)
+        angle = positions.astype(jnp.float32)[:, None] * inv_freq
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        mean_cos, mean_sin = _mean_rotation(
+            inv_freq, positions[jnp.maximum(num_valid - 1, 0)] + 1, self.future
+        )
+        factors = [mean_cos * cos + mean_sin * sin, mean_sin * cos - mean_cos * sin]
+        turns = jnp.where(used[:, None], jnp.concatenate(factors, axis=-1), 0.0)
+        return turns.astype(jnp.float16), jnp.maximum(used.sum(), 1).astype(jnp.float32)
+
+    def _used(self, positions: Int[Array, " T"], num_valid: Int[Array, ""]) -> Bool[Array, " T"]:
+        return (jnp.arange(positions.shape[0]) < num_valid) & (positions >= self.skip)
 
     def _query_statistics(self, x: ScoreInputs) -> tuple[Float[Array, "N D"], Float[Array, "N D D"]]:
-        used = (jnp.arange(x.q.shape[0]) < x.num_valid) & (x.q_positions >= self.skip)
+        used = self._used(x.q_positions, x.num_valid)
         angle = x.q_positions.astype(jnp.float32)[:, None] * x.inv_freq  # [T, D/2]
         q = rotate(x.q.astype(jnp.float32), jnp.cos(angle), -jnp.sin(angle))  # takes RoPE off again
         q = jnp.where(used[:, None, None], q, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 import tangram_jax as tj
 from models.testing import random_params, tiny_config
-from pallas_kernels import support
+from pallas_kernels import append, gaussian, keep
 
 pytestmark = pytest.mark.gpu
 
@@ -51,18 +51,36 @@ def conversation(plan, scorer: tj.scorers.Scorer) -> tuple[tj.Cache, np.ndarray]
     return cache, np.asarray(logits, np.float64)
 
 
-def entries(cache: tj.Cache) -> set[bytes]:
-    """All keys and values, wherever they lie in their pages."""
-    rows = np.asarray(cache.pool).reshape(-1, CONFIG.head_dim)
-    return {row.tobytes() for row in rows[rows.any(axis=1)]}
+def entries(cache: tj.Cache, plan: tj.CachePlan, layers: int) -> set[bytes]:
+    """All keys and values of ROW in the first layers, wherever they lie in their pages. Groups hold heads of one layer."""
+    first, capacity = np.asarray(cache.layout.first), np.asarray(cache.layout.capacity)
+    table, pool = np.asarray(cache.table[ROW]), np.asarray(cache.pool)
+    found = set()
+    for group in np.unique(plan.group_of[:layers]):
+        pages = table[first[group] : first[group] + capacity[group]]
+        rows = pool[pages[pages >= 0]].reshape(-1, CONFIG.head_dim)
+        found |= {row.tobytes() for row in rows[rows.any(axis=1)]}
+    return found
 
 
 @pytest.fixture
 def without_kernels(monkeypatch):
+    """Turns off the kernels under test, not those of attention: their last bits would change every later key."""
+
     def refuse(*_, **__):
         raise NotImplementedError("for this test")
 
-    return lambda: monkeypatch.setattr(support, "check_device", refuse)
+    def turn_off():
+        kernels = [
+            (keep, "write_pages"),
+            (keep, "window_sums"),
+            (gaussian, "gaussian_logits"),
+            (append, "append"),
+        ]
+        for module, name in kernels:
+            monkeypatch.setattr(module, name, refuse)
+
+    return turn_off
 
 
 def plan_of(cluster: str, page_size: int) -> tj.CachePlan:
@@ -83,15 +101,20 @@ def test_the_pool_is_the_same_bit_for_bit(cluster, page_size, without_kernels, c
     np.testing.assert_array_equal(fast.tail, slow.tail)
 
 
-@pytest.mark.parametrize("scorer", ["snapkv", "kv_compress"])
-def test_scores_of_the_kernel_keep_the_same_entries(scorer, without_kernels, caplog):
-    """Sums in another order: a few entries at the border of a budget may differ, no more."""
+@pytest.mark.parametrize(("scorer", "layers"), [("snapkv", 3), ("kv_compress", 3), ("expected_attention", 1)])
+def test_scores_of_the_kernel_keep_the_same_entries(scorer, layers, without_kernels, caplog):
+    """Sums in another order: a few entries at the border of a budget may differ, no more.
+
+    Expected Attention's kernels round to 16 bits at another place, so some do differ, and with them the last bits of all
+    later keys, but for those of the first layer.
+    """
     plan = plan_of("layer", 64)
     fast, fast_logits = conversation(plan, tj.get_scorer(scorer))
     assert "XLA operations" not in caplog.text
     without_kernels()
     slow, slow_logits = conversation(plan, tj.get_scorer(scorer))
-    got, want = entries(fast), entries(slow)
-    assert len(want) > 3000
+    got, want = entries(fast, plan, layers), entries(slow, plan, layers)
+    assert len(want) > 900 * layers
     assert len(got & want) > 0.97 * len(want)
-    assert np.linalg.norm(fast_logits - slow_logits) < 0.05 * np.linalg.norm(slow_logits)
+    if layers == CONFIG.num_layers:
+        assert np.linalg.norm(fast_logits - slow_logits) < 0.05 * np.linalg.norm(slow_logits)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import gaussian
 from tangram_jax.scorers import (
     ExpectedAttention,
     KeyDiff,
@@ -253,6 +254,26 @@ def test_bfloat16_inputs_and_vmap_over_layers(scorer):
     for layer in range(2):
         alone = score(scorer, make_inputs("tail and padding", seed=layer))
         np.testing.assert_allclose(both[layer], alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_expected_attention_as_the_kernels_take_it(case, dtype):
+    """Turned in one go, not centred before products: no further from float64 than `score` with 16-bit inputs."""
+    scorer, x = ExpectedAttention(future=40), make_inputs(case)
+    want = reference(scorer, x)
+    x = dataclasses.replace(x, q=x.q.astype(dtype), k=x.k.astype(dtype), v=x.v.astype(dtype))
+    turns, count = scorer.turns(x.q_positions, x.num_valid, x.inv_freq)
+    (kv_heads, size, _), nothing = x.k.shape, jnp.zeros((2, 1, len(x.k), 0, D), dtype)
+    z, squares = gaussian.gaussian_logits_reference(
+        x.q, turns, count, x.k.swapaxes(0, 1), x.v.swapaxes(0, 1), nothing,
+        place=np.array([[[0, head] for head in range(kv_heads)]]),
+        layer=jnp.int32(0), unlocked=jnp.zeros(1, jnp.int32), scale=x.scale,
+    )  # fmt: skip
+    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares), x.valid)
+    np.testing.assert_array_equal(np.isneginf(scores), ~np.asarray(x.valid))
+    error, usual = (np.abs(s - want)[np.asarray(x.valid)] for s in (scores, scorer.score(x)))
+    assert error.max() < 1.5 * usual.max() + 1e-4
 
 
 def test_snapkv_order_of_reductions():

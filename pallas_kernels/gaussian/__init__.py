@@ -1,0 +1,76 @@
+"""A Gaussian model of a head's queries: its two moments, and the logits that a chunk's candidates have under it."""
+
+import jax
+import numpy as np
+
+from pallas_kernels import support
+from pallas_kernels.gaussian.reference import gaussian_logits_reference
+from pallas_kernels.support import HEAD_DIMS
+
+__all__ = ["check_supported", "gaussian_logits", "gaussian_logits_reference"]
+
+
+def gaussian_logits(
+    q: jax.Array,
+    turns: jax.Array,
+    count: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    tail: jax.Array,
+    *,
+    place: np.ndarray,
+    layer: jax.Array,
+    unlocked: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits of the candidates of one layer for queries like those of the chunk, and the squared norms of their values.
+
+    The chunk's queries are turned pair by pair: (u[i], u[i + D/2]) is the pair of q, rotated and stretched by the complex
+    factor whose real and imaginary part `turns` holds. A candidate's logit is ln E exp(scale * u . k) for normally
+    distributed u with their mean m and covariance S: scale * m . k + scale^2 / 2 * k . S k.
+
+    Args:
+      q: [T, N, D] the chunk's queries, bfloat16 or float16. Rows that are left out may hold anything finite.
+      turns: f16[T, D], real parts, then imaginary parts; a row of zeros leaves a query out.
+      count: f32[], queries that are not left out, at least 1.
+      keys, values: [T, K, D] of the chunk.
+      tail: [2, M, Hp, W, D] keys and values of the previous tail of all layers, right-aligned.
+      place: i32[L, K, 2] group and column of each head.
+      layer: i32[] which of place's rows.
+      unlocked: i32[M] entries of the tail that exist.
+      scale: of the logits.
+
+    Returns:
+      (f32[N, W + T], f32[K, W + T]): of the tail, then of the chunk. Where no candidate exists, anything.
+
+    Raises:
+      NotImplementedError: naming what no kernel supports; `gaussian_logits_reference` takes the same arguments.
+    """
+    check_supported(q, keys, values, tail)
+    from pallas_kernels.gaussian.logits import candidate_logits_mosaic_gpu
+    from pallas_kernels.gaussian.moments import query_gaussian_mosaic_gpu
+
+    linear, quadratic = query_gaussian_mosaic_gpu(q, turns, count, scale=scale)
+    return candidate_logits_mosaic_gpu(
+        linear, quadratic, keys, values, tail, place=place, layer=layer, unlocked=unlocked
+    )
+
+
+def check_supported(
+    q: jax.Array, keys: jax.Array, values: jax.Array, tail: jax.Array, *, device: jax.Device | None = None
+) -> None:
+    """Raises NotImplementedError, naming the feature, where `gaussian_logits` has no kernel."""
+    support.check_one_device(tail)
+    chunk, capacity = keys.shape[0], tail.shape[3]
+    if q.shape[2] not in HEAD_DIMS:
+        raise NotImplementedError(f"head dimension {q.shape[2]}: the kernels have {HEAD_DIMS}")
+    if q.dtype not in ("bfloat16", "float16") or not q.dtype == keys.dtype == values.dtype == tail.dtype:
+        raise NotImplementedError(
+            f"queries, keys, values and tail of {q.dtype}, {keys.dtype}, {values.dtype}, {tail.dtype}: the kernels take"
+            " bfloat16 or float16"
+        )
+    if (chunk % 64 and (chunk > 64 or chunk % 8)) or capacity % 8:
+        raise NotImplementedError(
+            f"chunks of {chunk} after tails of {capacity}: the kernels take multiples of 64 or fewer, and of 8"
+        )
+    support.check_device(device)
