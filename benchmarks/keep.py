@@ -170,7 +170,7 @@ def layer_us(case: Case) -> tuple[float, float]:
     def run(cache: tj.Cache, layer: Any, x: jax.Array, attend: bool) -> jax.Array:
         cos, sin = rope_tables(jnp.arange(chunk), config)
         h = rms_norm(x, layer["attn_norm"], config.norm_eps)
-        q, k, v = attention_inputs(layer, h, cos, sin, config)
+        q, k, v = attention_inputs(layer, h, cos, sin)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
             return add(after_attention(layer, layer["attn_norm"], x + (k.sum() + v.sum()), q, config))

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
-from models.transformer import add_norm, forward
-from pallas_kernels import add_norm as kernel
+from models.transformer import forward
 from tangram_jax.attention import ChunkAttention, DecodeAttention
+from tangram_jax.between import BETWEEN
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
@@ -85,9 +85,7 @@ def step(
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
-    logits, _ = forward(
-        params, config, tokens, positions, attend, (), logits_at=logits_at, add_norm=_add_norm
-    )
+    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, between=BETWEEN)
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, logits = lax.optimization_barrier((kept, logits))
     keys, values = [k for k, _ in kept], [v for _, v in kept]
@@ -139,15 +137,6 @@ def decode_step(
 
 
 _NO_SCORER: Any = None
-
-
-def _add_norm(x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """The kernel where there is one; XLA's operations take 2 us more."""
-    try:
-        kernel.check_supported(x)
-    except NotImplementedError:
-        return add_norm(x, delta, weight, eps)
-    return kernel.add_norm(x, delta, weight, eps)
 
 
 def _step_pages(plan: CachePlan, cache: Cache, rows: jax.Array, lengths: jax.Array) -> StepPages:

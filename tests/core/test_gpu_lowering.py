@@ -52,11 +52,11 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
         lambda params, cache, **given: prefill(params, cache=cache, **given),
         params, cache, row=np.int32(1), tokens=tokens, count=np.int32(100),
     )  # fmt: skip
-    # Attention, residual norm, writing, and the window's sums or the model's moments and logits.
-    assert kernels(text) == (4 if scorer == "snapkv" else 5)
+    # Attention, heads, residual norm, writing, and the window's sums or the model's moments and logits.
+    assert kernels(text) == (5 if scorer == "snapkv" else 6)
     text = lowered(
         lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
         params, cache, rows=np.zeros(8, np.int32), tokens=np.zeros(8, np.int32),
     )  # fmt: skip
-    assert kernels(text) == 3  # attention, residual norm, appending
+    assert kernels(text) == 4  # attention, heads, residual norm, appending
     assert not caplog.records  # nothing was left to XLA with a warning
