@@ -2,7 +2,6 @@
 
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
-  python -m benchmarks.decode_step --plain         without the small kernels between the products
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. The pool is donated and never copied: its temporary memory is printed.
@@ -13,9 +12,7 @@ import argparse
 import json
 import time
 from functools import partial
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,6 @@ import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, trace_kernels
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
-from models.transformer import PLAIN
 
 LLAMA_8B = ModelConfig(
     name="llama-3.1-8b",
@@ -150,7 +146,6 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--pool-gib", type=float, default=60.0)
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
-    parser.add_argument("--plain", action="store_true", help="XLA's operations between the products")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
@@ -160,8 +155,6 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {args.layers} layers", flush=True
     )
     params = random_weights(config)
-    if args.plain:
-        mock.patch.object(import_module("tangram_jax.step"), "BETWEEN", PLAIN).start()
     rows = []
     for index in args.cases:
         for retention in (1.0, 0.25):

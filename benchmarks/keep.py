@@ -28,7 +28,7 @@ from benchmarks.gpu_timing import trace_kernels
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
 from models.rope import rope_tables
-from models.transformer import after_attention, attention_inputs, rms_norm
+from models.transformer import _after_attention, _attention_inputs
 from pallas_kernels import support
 from tangram_jax import compress
 from tangram_jax.attention import ChunkAttention
@@ -164,23 +164,18 @@ def layer_us(case: Case) -> tuple[float, float]:
     hidden = jax.random.normal(next(keys), (chunk, config.hidden_size), jnp.bfloat16)
     group, column = plan.group_of[:1], plan.column_of[:1]
 
-    def add(results: tuple[jax.Array, ...]) -> jax.Array:
-        return sum(results[1:], results[0])
-
     def run(cache: tj.Cache, layer: Any, x: jax.Array, attend: bool) -> jax.Array:
         cos, sin = rope_tables(jnp.arange(chunk), config)
-        h = rms_norm(x, layer["attn_norm"], config.norm_eps)
-        q, k, v = attention_inputs(layer, h, cos, sin)
+        q, k, v = _attention_inputs(layer, x, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
-            return add(after_attention(layer, layer["attn_norm"], x + (k.sum() + v.sum()), q, config))
+            return _after_attention(layer, x + (k.sum() + v.sum()), q, config)
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
         pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column)
         attention = ChunkAttention(q.shape, q.dtype, pages)
         out, lse = attention(0, q, k, v, config.attention_scale)
-        after = after_attention(layer, layer["attn_norm"], x, out.astype(x.dtype), config)
-        return add((*after, lse.sum().astype(x.dtype)))
+        return _after_attention(layer, x, out.astype(x.dtype), config) + lse.sum().astype(x.dtype)
 
     result = []
     for attention in (False, True):

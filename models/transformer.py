@@ -6,9 +6,8 @@ model does not know about caches: it calls `attend` once per layer and threads i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,66 +36,36 @@ def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> 
     return ((x_f32 * inverse_rms) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def add_norm(x: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """x + delta [T, E] and its RMS norm."""
-    x = x + delta
-    return x, rms_norm(x, weight, eps)
-
-
-def split_heads(qkv: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-    """The joint projection [T, K, G + 2, D] to q [T, K * G, D], k and v [T, K, D], q and k after RoPE."""
-    tokens, kv_heads, members, head_dim = qkv.shape
-    q = qkv[:, :, :-2].reshape(tokens, kv_heads * (members - 2), head_dim)
-    return rotate(q, cos, sin), rotate(qkv[:, :, -2], cos, sin), qkv[:, :, -1]
-
-
-class Between(NamedTuple):
-    """What lies between a layer's products: functions that compute the same as these, perhaps faster."""
-
-    add_norm: Callable[..., Any] = add_norm
-    split_heads: Callable[..., Any] = split_heads
-
-
-PLAIN = Between()
-
-
 # The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
 
 
-@partial(jax.jit, static_argnames="between")
-def attention_inputs(
-    layer_params: dict[str, Array], h: Array, cos: Array, sin: Array, between: Between = PLAIN
+@partial(jax.jit, static_argnames="config")
+def _attention_inputs(
+    layer_params: dict[str, Array], x: Array, cos: Array, sin: Array, config: ModelConfig
 ) -> tuple[Array, Array, Array]:
-    """The normed h [T, E] to a layer's q [T, N, D], k and v [T, K, D], q and k after RoPE."""
+    T, G = x.shape[0], config.group_size
+    with jax.named_scope("attn_norm"):
+        h = rms_norm(x, layer_params["attn_norm"], config.norm_eps)
     with jax.named_scope("qkv"):
         qkv = jnp.einsum("te,ekgd->tkgd", h, layer_params["qkv"])
+        q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
+        k, v = qkv[:, :, G], qkv[:, :, G + 1]
     with jax.named_scope("rope"):
-        return between.split_heads(qkv, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-@partial(jax.jit, static_argnames=("config", "between"))
-def after_attention(
-    layer_params: dict[str, Array],
-    next_norm: Array,
-    x: Array,
-    attended: Array,
-    config: ModelConfig,
-    between: Between = PLAIN,
-) -> tuple[Array, Array]:
-    """The residual stream x [T, E] and attention's result [T, N, D] to x after the layer, and that normed by `next_norm`."""
-    add_norm = partial(between.add_norm, eps=config.norm_eps)
+@partial(jax.jit, static_argnames="config")
+def _after_attention(layer_params: dict[str, Array], x: Array, attended: Array, config: ModelConfig) -> Array:
     with jax.named_scope("attn_out"):
         # A product that contracts two axes at once copies the weights on a CPU (20 ms instead of 1.2 ms a token).
         w_out = layer_params["attn_out"].reshape(-1, x.shape[1])
-        delta = attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
+        x = x + attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
     with jax.named_scope("mlp_norm"):
-        x, h = add_norm(x, delta, layer_params["mlp_norm"])
+        h = rms_norm(x, layer_params["mlp_norm"], config.norm_eps)
     with jax.named_scope("mlp"):
         gate_up = jnp.einsum("te,egf->tgf", h, layer_params["gate_up"])
         h = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        delta = jnp.einsum("tf,fe->te", h, layer_params["down"])
-    with jax.named_scope("next_norm"):
-        return add_norm(x, delta, next_norm)
+        return x + jnp.einsum("tf,fe->te", h, layer_params["down"])
 
 
 def forward(
@@ -108,7 +77,6 @@ def forward(
     state: Any,
     *,
     logits_at: Int[Array, " R"] | None = None,
-    between: Between = PLAIN,
 ) -> tuple[Float[Array, "R V"], Any]:
     """Logits of `tokens` i32[T] at the true `positions` i32[T], and the attention's new state.
 
@@ -118,7 +86,6 @@ def forward(
       state: any pytree, handed to the first call of `attend` and returned by the last.
       logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.
         None: all T rows.
-      between: what to compute with between the products.
 
     Returns:
       (logits f32[R or T, V], state)
@@ -127,20 +94,18 @@ def forward(
         x = params["embed"][tokens]
     with jax.named_scope("rope_tables"):
         cos, sin = rope_tables(positions, config)
-    layers = params["layers"]
-    norms = [*(layer_params["attn_norm"] for layer_params in layers), params["final_norm"]]
-    h = rms_norm(x, norms[0], config.norm_eps)
-    for layer, layer_params in enumerate(layers):
+    for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
-            q, k, v = attention_inputs(layer_params, h, cos, sin, between)
+            q, k, v = _attention_inputs(layer_params, x, cos, sin, config)
             with jax.named_scope("attend"):
                 attended, state = attend(state, layer, q, k, v)
-            x, h = after_attention(layer_params, norms[layer + 1], x, attended, config, between)
+            x = _after_attention(layer_params, x, attended, config)
     if logits_at is not None:
-        h = h[logits_at]
+        x = x[logits_at]
     with jax.named_scope("head"):
+        x = rms_norm(x, params["final_norm"], config.norm_eps)
         if config.tie_embeddings:
-            logits = jnp.einsum("te,ve->tv", h, params["embed"], preferred_element_type=jnp.float32)
+            logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
         else:
-            logits = jnp.einsum("te,ev->tv", h, params["lm_head"], preferred_element_type=jnp.float32)
+            logits = jnp.einsum("te,ev->tv", x, params["lm_head"], preferred_element_type=jnp.float32)
     return logits, state

@@ -14,7 +14,6 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from tangram_jax.attention import ChunkAttention, DecodeAttention
-from tangram_jax.between import BETWEEN
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
@@ -85,7 +84,7 @@ def step(
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
-    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, between=BETWEEN)
+    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, logits = lax.optimization_barrier((kept, logits))
     keys, values = [k for k, _ in kept], [v for _, v in kept]
