@@ -45,6 +45,7 @@ class Config:
     unit: int  # entries between possible borders of shares
     block: int  # entries of a tile
     num_shares: int
+    merge_unroll: int
     scale: float
     soft_cap: float | None
     has_sinks: bool
@@ -311,7 +312,7 @@ def _fused(
     has_head: Any, has_tail: Any, hand_to: Any, first_share: Any,
 ) -> None:  # fmt: skip
     """Hands a piece over, or folds in the pieces that other CTAs left and writes the item's result."""
-    cta, layer, unroll = lax.axis_index("cta"), refs.layer[0], cfg.tuning.merge_unroll
+    cta, layer, unroll = lax.axis_index("cta"), refs.layer[0], cfg.merge_unroll
     shape = (cfg.head_dim, cfg.queries)
 
     @pl.when(jnp.logical_not(has_tail))

@@ -82,6 +82,7 @@ def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tun
         unit=plan.unit,
         block=max(tuning.block(head_dim, plan.page_size), plan.unit),
         num_shares=plan.num_shares,
+        merge_unroll=tuning.unroll(plan.num_shares // max(batch * kv_heads, 1), head_dim * queries),
         scale=scale,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
