@@ -119,7 +119,9 @@ def plan_decode(
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
     units = -(-length // unit)
     if borders is None and splits is None:
-        borders = _equal_borders(units, default_num_shares() if num_shares is None else num_shares)
+        borders = _equal_borders(
+            units.sum(axis=1), default_num_shares() if num_shares is None else num_shares
+        )
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
@@ -205,32 +207,10 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
     return jnp.stack([values.get(column, zero) for column in range(FIRST_PAGES)], axis=-1).astype(jnp.int32)
 
 
-def _equal_borders(units: jax.Array, num_shares: int) -> jax.Array:
-    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units, the last ones shorter or empty.
-
-    With few items, those for which as many shares suffice if none crosses from one item to the next get such shares, up to
-    a unit larger: a CTA with pieces of two items takes more than a microsecond longer.
-    """
-    total = units.sum(axis=1)
+def _equal_borders(total: jax.Array, num_shares: int) -> jax.Array:
+    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units, the last ones shorter or empty."""
     share = jnp.maximum(-(-total // num_shares), 1)[:, None]
-    number = jnp.arange(num_shares + 1, dtype=jnp.int32)[None]
-    borders = jnp.minimum(number * share, total[:, None])
-    if 2 * units.shape[1] > num_shares:
-        return borders
-    for size in (share + 1, share):
-        parts = -(-units // size)
-        within = _borders_within_items(units, parts, num_shares)
-        borders = jnp.where(parts.sum(axis=1, keepdims=True) <= num_shares, within, borders)
-    return borders
-
-
-def _borders_within_items(units: jax.Array, parts: jax.Array, num_shares: int) -> jax.Array:
-    """i32[L, num_shares + 1]: every item cut into `parts` i32[L, items] equal pieces, the last shares empty."""
-    number = jnp.arange(num_shares + 1, dtype=jnp.int32)
-    first_share, begin = (jnp.cumsum(x, axis=1, dtype=jnp.int32) - x for x in (parts, units))
-    part = number[None, :, None] - first_share[:, None]  # [L, shares, items]
-    at = begin[:, None] + jnp.minimum(part * (-(-units // jnp.maximum(parts, 1)))[:, None], units[:, None])
-    return jnp.where(part >= 0, at, 0).max(axis=-1)  # of the last item that begins at or before the share
+    return jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None] * share, total[:, None])
 
 
 def _split_borders(units: jax.Array, parts: np.ndarray, batch: int) -> jax.Array:

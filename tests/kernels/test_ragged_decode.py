@@ -5,8 +5,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import ragged_decode as rd
@@ -127,25 +125,6 @@ def test_equal_shares_differ_by_no_more_than_the_last():
     total = int((-(-lengths // 64)).sum())
     assert size.sum() == total
     assert size.max() == -(-total // 132)
-
-
-@settings(deadline=None, max_examples=50)
-@given(lengths=st.lists(st.integers(0, 4000), min_size=9, max_size=9))
-def test_shares_of_few_items_stay_within_them(lengths):
-    """Wherever as many shares suffice, at most a unit larger than equal ones."""
-    plan = rd.plan_decode(
-        jnp.asarray([lengths], jnp.int32), jnp.zeros((1, 9), jnp.int32), np.zeros(len(lengths)), np.zeros(len(lengths)),
-        page_size=64, num_shares=20, unit=64,
-    ).layer(0)  # fmt: skip
-    units = -(-np.array(lengths) // 64)
-    equal = max(-(-units.sum() // 20), 1)
-    sizes = [size for size in (equal, equal + 1) if (-(-units // size)).sum() <= 20]
-    held = [share for share in pieces(plan) if share]
-    size = [sum(hi - lo for _, lo, hi in share) for share in held]
-    assert sum(size) == units.sum()
-    assert max(size, default=0) <= (sizes or [equal])[0]
-    if sizes:
-        assert all(len(share) == 1 for share in held)
 
 
 def test_plans_of_many_layers_are_the_layers_plans():
