@@ -2,8 +2,8 @@
 
   python -m benchmarks.weight_stream         under a minute on one Hopper GPU
 
-A kernel that loads and computes nothing: the bound for `pallas_kernels/decode_products`. Every multiprocessor takes an equal
-share of the pieces (64 x 64, 8 KB each, two of them a load) in the order that a layout gives:
+A kernel that loads and computes nothing: the bound for the matrix products of a decode step. Every multiprocessor takes an
+equal share of the pieces (64 x 64, 8 KB each, two of them a load) in the order that a layout gives:
 
   in_out w   [in, out], tiles of w pieces side by side, from the first row to the last: 128 w bytes of a row at a time
   out_in     [out, in], tiles of 64 rows, each read from its first column to its last
