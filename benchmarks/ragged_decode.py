@@ -3,6 +3,7 @@
   python -m benchmarks.ragged_decode                 a few minutes on one Hopper GPU
   python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
   python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
+  python -m benchmarks.ragged_decode --merge         by how many partial results are merged at a time
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
 
 Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
@@ -14,6 +15,7 @@ import argparse
 import csv
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -142,9 +144,11 @@ def kernel_us(x: Inputs, tuning: rd.Tuning = rd.DEFAULT, **how: Any) -> tuple[fl
     return cold_kernel_us(call, (x.q, x.pool, x.plan(**how)), "ragged_decode")
 
 
-def measure(row: Row, roof: float, divisions: bool, tuning: rd.Tuning = rd.DEFAULT) -> dict[str, Any]:
+def measure(
+    row: Row, roof: float, variants: Callable[[Inputs], dict[str, float]] | None = None
+) -> dict[str, Any]:
     x = make_inputs(row)
-    us, least = kernel_us(x, tuning)
+    us, least = kernel_us(x)
     bytes_us = x.kv_bytes / roof / 1e3
     result = dataclasses.asdict(row) | {
         "MB": x.kv_bytes / 1e6,
@@ -155,9 +159,7 @@ def measure(row: Row, roof: float, divisions: bool, tuning: rd.Tuning = rd.DEFAU
         "goal us": 6 + bytes_us / 0.99,
         "over bytes": us - bytes_us / 0.99,
     }
-    if divisions:
-        result |= divided(x)
-    return result
+    return result | variants(x) if variants else result
 
 
 def divided(x: Inputs) -> dict[str, float]:
@@ -171,6 +173,12 @@ def divided(x: Inputs) -> dict[str, float]:
         "uniform splits": kernel_us(x, splits=uniform)[0],
         "split map": kernel_us(x, splits=split_map)[0],
     }
+
+
+def merged(x: Inputs) -> dict[str, float]:
+    """The same kernel, reading so many partial results at a time."""
+    tunings = {n: dataclasses.replace(rd.DEFAULT, merge_unroll=n, long_merge_unroll=n) for n in (2, 4, 8, 16)}
+    return {f"merge {n}": kernel_us(x, tuning)[0] for n, tuning in tunings.items()}
 
 
 def plan_us(requests: int, layers: int = 32) -> tuple[float, int]:
@@ -211,6 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--divisions", action="store_true")
+    parser.add_argument("--merge", action="store_true")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
     parser.add_argument("--csv", help="write the rows there too")
@@ -231,7 +240,9 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
             continue
-        results.append(measure(row, roof, options.divisions))
+        results.append(
+            measure(row, roof, divided if options.divisions else merged if options.merge else None)
+        )
         print(".", end="", file=sys.stderr, flush=True)
     show(results)
     if options.csv:
