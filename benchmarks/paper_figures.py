@@ -36,8 +36,9 @@ from benchmarks.gpu_timing import read_roof, trace_kernels
 from benchmarks.host_plan import host_plan
 from benchmarks.ragged_decode import Row, kernel_us, make_inputs
 from pallas_kernels import ragged_decode as rd
-from pallas_kernels.ragged_decode.plan import default_num_shares, default_unit
+from pallas_kernels.ragged_decode.plan import default_unit
 from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
+from pallas_kernels.support import num_sms
 
 REQUESTS = (1, 2, 4, 8, 16, 32)
 RETENTION, SIGMA, PAGE = 0.25, 0.8, 64
@@ -79,14 +80,14 @@ MODELS = {
 
 def uniform_splits(items: int) -> int:
     """Parts of each (request, head) that fill the GPU about once."""
-    return max(1, round(default_num_shares() / items))
+    return max(1, round(num_sms() / items))
 
 
 def straggler(requests: int, with_flashinfer: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"requests": requests}
     for skew in ("ragged", "equal"):
         x = make_inputs(Row("Llama-3.1-8B", requests, 32_768, RETENTION, skew, PAGE))
-        ctas = max(1, default_num_shares() // requests)
+        ctas = max(1, num_sms() // requests)
         ways: dict[str, dict[str, Any]] = {
             "uniform splits": {"splits": uniform_splits(x.lengths.size)},
             "split map": {"splits": tj.split_map(x.lengths.mean(axis=0), ctas, 1)},
@@ -194,7 +195,7 @@ def host_plan_ms(x: Step) -> float:
     heads, batch = x.shape.num_kv_heads, len(x.lengths)
     rows = np.arange(batch, dtype=np.int32)[:, None] * x.table.shape[1]
     column = np.zeros(batch * heads, np.int32)
-    unit, shares = default_unit(PAGE), default_num_shares()
+    unit, shares = default_unit(PAGE), num_sms()
 
     def make(layer: int) -> tuple[np.ndarray, np.ndarray]:
         of = slice(layer * heads, (layer + 1) * heads)
@@ -215,7 +216,7 @@ def host_plan_ms(x: Step) -> float:
 def figure_13(model: str) -> dict[str, Any]:
     x = make_step(model)
     shares = step_ms(x)
-    ctas = max(x.shape.num_kv_heads, default_num_shares() // BATCH)
+    ctas = max(x.shape.num_kv_heads, num_sms() // BATCH)
     return {
         "model": model,
         "GB": int(x.lengths.sum()) * 4 * x.shape.head_dim / 1e9,

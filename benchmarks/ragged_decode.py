@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
 from pallas_kernels import ragged_decode as rd
-from pallas_kernels.ragged_decode.plan import default_num_shares
 from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
+from pallas_kernels.support import num_sms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def measure(
 
 def divided(x: Inputs) -> dict[str, float]:
     """The same kernel under other plans: uniform splits, the paper's split map, borders made on the host."""
-    ctas = default_num_shares()
+    ctas = num_sms()
     batch, heads = x.lengths.shape
     uniform = max(1, round(ctas / (batch * heads)))
     budgets = x.lengths.mean(axis=0)

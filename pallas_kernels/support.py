@@ -52,6 +52,12 @@ def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None
     check_device(device)
 
 
+def num_sms() -> int:
+    """Multiprocessors of the default GPU; 132 (Hopper SXM) where there is none."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
+
+
 def check_one_device(array: jax.Array) -> None:
     """Raises NotImplementedError for an array on a mesh of several devices."""
     mesh = jax.typeof(array).sharding.mesh

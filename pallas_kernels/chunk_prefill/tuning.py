@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax
+from pallas_kernels.support import num_sms
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 
@@ -26,11 +26,8 @@ class Tuning:
         return min(max(self.tile_bytes // (2 * head_dim), 64), 128)
 
     def ctas(self) -> int:
-        """CTAs of a call: one per SM of the default GPU; 132 (Hopper SXM) where there is none."""
-        if self.num_ctas is not None:
-            return self.num_ctas
-        device = jax.devices()[0]
-        return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
+        """CTAs of a call: one per SM unless told otherwise."""
+        return num_sms() if self.num_ctas is None else self.num_ctas
 
     def positions(self, group: int) -> int:
         """Tokens of one tile, for G query heads per KV head."""

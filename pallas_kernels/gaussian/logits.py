@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.support import num_sms
+
 TILE = 64  # candidates
-SMS = 132  # of a Hopper GPU (SXM); elsewhere the shares are less even, no more
 SLOT_BYTES = 64 * 1024  # of tiles under way: with a matrix of dimension 128, two CTAs fit on an SM
 WGMMA = plgpu.Layout.WGMMA
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -38,7 +39,7 @@ def candidate_logits_mosaic_gpu(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.candidate_logits_reference`."""
     # A matrix of dimension 256 takes half the shared memory of an SM.
-    ctas = ctas or (2 * SMS if keys.shape[2] <= 128 else SMS)
+    ctas = ctas or num_sms() * (2 if keys.shape[2] <= 128 else 1)
     return _call(
         jnp.asarray(layer, i32), unlocked.astype(i32), jnp.asarray(place, i32),
         linear, quadratic, keys, values, tail, ctas=ctas, interpret=interpret,

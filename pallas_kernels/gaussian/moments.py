@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.support import num_sms
+
 TILE = 64  # tokens
-SMS = 132  # of a Hopper GPU (SXM), each with one CTA; elsewhere the shares are less even, no more
 STAGES = 2  # tiles under way; four took 8% longer
 WGMMA = plgpu.Layout.WGMMA
 i32, f32 = jnp.int32, jnp.float32
@@ -23,12 +24,18 @@ i32, f32 = jnp.int32, jnp.float32
 
 @functools.partial(jax.jit, static_argnames=("scale", "ctas", "interpret"))
 def query_gaussian_mosaic_gpu(
-    q: jax.Array, turns: jax.Array, count: jax.Array, *, scale: float, ctas: int = SMS, interpret: Any = None
+    q: jax.Array,
+    turns: jax.Array,
+    count: jax.Array,
+    *,
+    scale: float,
+    ctas: int | None = None,
+    interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.query_gaussian_reference`."""
     if missing := -q.shape[0] % TILE:
         q, turns = (jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in (q, turns))
-    squares, sums = _moments(q, turns, ctas, interpret)
+    squares, sums = _moments(q, turns, ctas or num_sms(), interpret)
     # Added one by one, not reduced: XLA then makes one pass of this and of what follows.
     mean = functools.reduce(jnp.add, sums) / count
     second = functools.reduce(jnp.add, squares) / count

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layered_plan import LayeredPlan
+from pallas_kernels.support import num_sms
 
 # Columns of `DecodePlan.shares`. The data of a share's last item, which a CTA does first, and the first pages to load
 # stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
@@ -56,12 +57,6 @@ class DecodePlan(LayeredPlan):
     @property
     def num_shares(self) -> int:
         return self.shares.shape[-2]
-
-
-def default_num_shares() -> int:
-    """SMs of the default GPU; 132 (Hopper SXM) where there is none."""
-    device = jax.devices()[0]
-    return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
 
 
 def default_unit(page_size: int) -> int:
@@ -119,9 +114,7 @@ def plan_decode(
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
     units = -(-length // unit)
     if borders is None and splits is None:
-        borders = _equal_borders(
-            units.sum(axis=1), default_num_shares() if num_shares is None else num_shares
-        )
+        borders = _equal_borders(units.sum(axis=1), num_sms() if num_shares is None else num_shares)
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
