@@ -58,6 +58,29 @@ def num_sms() -> int:
     return int(getattr(device, "core_count", 132) or 132) if device.platform == "gpu" else 132
 
 
+def check_candidates(
+    q: jax.Array, tail: jax.Array, *others: jax.Array, device: jax.Device | None = None
+) -> None:
+    """Raises NotImplementedError, naming the feature, for candidates that the scoring kernels do not take.
+
+    They are a tail [2, M, Hp, W, D], then a chunk of queries q [T, N, D] and `others`, keys or values, of the same dtype.
+    """
+    check_one_device(tail)
+    (chunk, _, head_dim), capacity = q.shape, tail.shape[3]
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head dimension {head_dim}: the kernels have {HEAD_DIMS}")
+    dtypes = [str(x.dtype) for x in (q, *others, tail)]
+    if dtypes[0] not in ("bfloat16", "float16") or len(set(dtypes)) > 1:
+        raise NotImplementedError(
+            f"queries, candidates and tail of {', '.join(dtypes)}: the kernels take bfloat16 or float16 for all"
+        )
+    if (chunk % 64 and (chunk > 64 or chunk % 8)) or capacity % 8:
+        raise NotImplementedError(
+            f"chunks of {chunk} after tails of {capacity}: the kernels take multiples of 64 or fewer, and of 8"
+        )
+    check_device(device)
+
+
 def check_one_device(array: jax.Array) -> None:
     """Raises NotImplementedError for an array on a mesh of several devices."""
     mesh = jax.typeof(array).sharding.mesh

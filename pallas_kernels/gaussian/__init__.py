@@ -5,7 +5,6 @@ import numpy as np
 
 from pallas_kernels import support
 from pallas_kernels.gaussian.reference import gaussian_logits_reference
-from pallas_kernels.support import HEAD_DIMS
 
 __all__ = ["check_supported", "gaussian_logits", "gaussian_logits_reference"]
 
@@ -60,17 +59,4 @@ def check_supported(
     q: jax.Array, keys: jax.Array, values: jax.Array, tail: jax.Array, *, device: jax.Device | None = None
 ) -> None:
     """Raises NotImplementedError, naming the feature, where `gaussian_logits` has no kernel."""
-    support.check_one_device(tail)
-    chunk, capacity = keys.shape[0], tail.shape[3]
-    if q.shape[2] not in HEAD_DIMS:
-        raise NotImplementedError(f"head dimension {q.shape[2]}: the kernels have {HEAD_DIMS}")
-    if q.dtype not in ("bfloat16", "float16") or not q.dtype == keys.dtype == values.dtype == tail.dtype:
-        raise NotImplementedError(
-            f"queries, keys, values and tail of {q.dtype}, {keys.dtype}, {values.dtype}, {tail.dtype}: the kernels take"
-            " bfloat16 or float16"
-        )
-    if (chunk % 64 and (chunk > 64 or chunk % 8)) or capacity % 8:
-        raise NotImplementedError(
-            f"chunks of {chunk} after tails of {capacity}: the kernels take multiples of 64 or fewer, and of 8"
-        )
-    support.check_device(device)
+    support.check_candidates(q, tail, keys, values, device=device)

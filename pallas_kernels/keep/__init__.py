@@ -7,7 +7,6 @@ import numpy as np
 
 from pallas_kernels import support
 from pallas_kernels.keep.reference import window_sums_reference, write_pages_reference
-from pallas_kernels.support import HEAD_DIMS
 
 __all__ = [
     "check_window_supported",
@@ -116,19 +115,8 @@ def check_window_supported(
     q: jax.Array, keys: jax.Array, tail: jax.Array, window: int, *, device: jax.Device | None = None
 ) -> None:
     """Raises NotImplementedError, naming the feature, where `window_sums` has no kernel."""
-    support.check_one_device(tail)
     chunk, heads, head_dim = q.shape
     queries, group = min(window + 8, chunk), heads // keys.shape[1]
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
-    if q.dtype not in ("bfloat16", "float16") or not q.dtype == keys.dtype == tail.dtype:
-        raise NotImplementedError(
-            f"queries, keys and tail of {q.dtype}, {keys.dtype}, {tail.dtype}: the kernel takes bfloat16 or float16"
-        )
-    if (chunk % 64 and (chunk > 64 or chunk % 8)) or tail.shape[3] % 8:
-        raise NotImplementedError(
-            f"chunks of {chunk} after tails of {tail.shape[3]}: the kernel takes multiples of 64 or fewer, and of 8"
-        )
     if queries % 8 or queries > MAX_QUERIES:
         raise NotImplementedError(
             f"a window of {window} queries in a chunk of {chunk}: the kernel takes multiples of 8 up to {MAX_QUERIES - 8}"
@@ -137,4 +125,4 @@ def check_window_supported(
         raise NotImplementedError(
             f"{group} x {queries} queries of dimension {head_dim}: too much shared memory"
         )
-    support.check_device(device)
+    support.check_candidates(q, tail, keys, device=device)
