@@ -16,13 +16,6 @@ REQUESTS = {"starts": [0, 104, 112, 240], "sizes": [97, 3, 128, 60]}
 TOKENS = 312
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        pytest.skip("needs a Hopper GPU")
-
-
 def run(case: Case, tuning: cp.Tuning = cp.DEFAULT):
     plan = jax.jit(lambda: plan_of(case, tuning))()
     return cp.chunk_prefill(

@@ -11,13 +11,6 @@ from tests.kernels.gaussian_cases import gaussian_error, make_gaussian
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        pytest.skip("needs a Hopper GPU")
-
-
 @pytest.mark.parametrize(
     "options",
     [

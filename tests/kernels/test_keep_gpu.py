@@ -27,13 +27,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        pytest.skip("needs a Hopper GPU")
-
-
 @pytest.mark.parametrize("batch", [1, 5, 21])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_append(shape, batch):

@@ -20,13 +20,6 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        pytest.skip("needs a Hopper GPU")
-
-
 def plan_of(case: Case, **how) -> rd.DecodePlan:
     return rd.plan_decode(
         jnp.asarray(case.lengths), case.table, case.first, case.column,
