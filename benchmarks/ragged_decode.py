@@ -218,8 +218,9 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--divisions", action="store_true")
-    parser.add_argument("--merge", action="store_true")
+    variants = parser.add_mutually_exclusive_group()
+    variants.add_argument("--divisions", dest="variants", action="store_const", const=divided)
+    variants.add_argument("--merge", dest="variants", action="store_const", const=merged)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
     parser.add_argument("--csv", help="write the rows there too")
@@ -240,9 +241,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
             continue
-        results.append(
-            measure(row, roof, divided if options.divisions else merged if options.merge else None)
-        )
+        results.append(measure(row, roof, options.variants))
         print(".", end="", file=sys.stderr, flush=True)
     show(results)
     if options.csv:

@@ -76,7 +76,7 @@ class ChunkScores:
             scores = self._scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
         elif isinstance(self._scorer, GaussianScorer):
             logits, squares = (jnp.stack(x) for x in zip(*self._logits, strict=True))
-            by_head = logits.reshape(len(valid.reshape(flat)), -1, shape[-1])  # [L * K, G, C]
+            by_head = logits.reshape(-1, self._config.group_size, shape[-1])  # [L * K, G, C]
             scores = self._scorer.from_logits(by_head, jnp.sqrt(squares).reshape(flat), valid.reshape(flat))
         return by_group(self._plan, scores.reshape(shape))
 
