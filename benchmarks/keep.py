@@ -58,7 +58,7 @@ class Case:
         self.keys, self.values = (self._draw(chunk, config.num_kv_heads, seed=i) for i in (1, 2))
         self.queries = self._draw(chunk, config.num_heads, seed=3)
         self.lse = [jnp.full((chunk, config.num_heads), 9.0) + i for i in range(config.num_layers)]
-        self.new = [self._draw(BATCH, config.num_kv_heads, seed=i) for i in (4, 5)]
+        self.new = self._draw(BATCH, config.num_kv_heads, config.group_size + 2, seed=4)
 
     def _draw(self, *shape: int, seed: int) -> list[jax.Array]:
         draw = jax.jit(lambda key: jax.random.normal(key, (*shape, self.config.head_dim), jnp.bfloat16))
@@ -94,11 +94,11 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
         after = compress.write(plan, cache, what(cache), order, tail_kv, keys, values)
         return (), after.replace(tokens=cache.tokens, tail=cache.tail)
 
-    def append(cache: tj.Cache, keys: Any, values: Any) -> Any:
-        rows = jnp.arange(len(keys[0]))
+    def append(cache: tj.Cache, new: Any) -> Any:
+        rows = jnp.arange(len(new[0]))
         lengths = plan.lengths(cache.tokens[rows]) + cache.tail[rows, None]
         slots = compress.Slots(rows, lengths)
-        after = compress.append(plan, cache, slots, keys, values)
+        after = compress.append(plan, cache, slots, new)
         return (), after.replace(tail=cache.tail)
 
     def output(function: Callable[..., Any], *arguments: Any) -> Any:  # without the cache: it would be a copy
@@ -107,14 +107,14 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
     tail_kv = output(tail)
     scores = output(score, tail_kv, case.queries, case.keys, case.values, case.lse)
     order = output(select, scores)
-    one = [[x[:1] for x in xs] for xs in case.new]
+    one = [x[:1] for x in case.new]
     return {
         "tail read": (tail, ()),
         "score": (score, (tail_kv, case.queries, case.keys, case.values, case.lse)),
         "select": (select, (scores,)),
         "write": (write, (order, tail_kv, case.keys, case.values)),
-        f"append x{BATCH}": (append, tuple(case.new)),
-        "append x1": (append, tuple(one)),
+        f"append x{BATCH}": (append, (case.new,)),
+        "append x1": (append, (one,)),
     }
 
 

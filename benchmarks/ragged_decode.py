@@ -3,7 +3,6 @@
   python -m benchmarks.ragged_decode                 a few minutes on one Hopper GPU
   python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
   python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
-  python -m benchmarks.ragged_decode --merge         by how many partial results are merged at a time
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
 
 Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
@@ -137,9 +136,9 @@ def make_inputs(row: Row) -> Inputs:
     )
 
 
-def kernel_us(x: Inputs, tuning: rd.Tuning = rd.DEFAULT, **how: Any) -> tuple[float, float]:
+def kernel_us(x: Inputs, **how: Any) -> tuple[float, float]:
     def call(q: jax.Array, pool: jax.Array, plan: rd.DecodePlan) -> Any:
-        return rd.ragged_decode(q, pool, plan, scale=x.shape.head_dim**-0.5, tuning=tuning, **x.options)
+        return rd.ragged_decode(q, pool, plan, scale=x.shape.head_dim**-0.5, **x.options)
 
     return cold_kernel_us(call, (x.q, x.pool, x.plan(**how)), "ragged_decode")
 
@@ -173,12 +172,6 @@ def divided(x: Inputs) -> dict[str, float]:
         "uniform splits": kernel_us(x, splits=uniform)[0],
         "split map": kernel_us(x, splits=split_map)[0],
     }
-
-
-def merged(x: Inputs) -> dict[str, float]:
-    """The same kernel, reading so many partial results at a time."""
-    tunings = {n: dataclasses.replace(rd.DEFAULT, merge_unroll=n, long_merge_unroll=n) for n in (2, 4, 8, 16)}
-    return {f"merge {n}": kernel_us(x, tuning)[0] for n, tuning in tunings.items()}
 
 
 def plan_us(requests: int, layers: int = 32) -> tuple[float, int]:
@@ -218,9 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    variants = parser.add_mutually_exclusive_group()
-    variants.add_argument("--divisions", dest="variants", action="store_const", const=divided)
-    variants.add_argument("--merge", dest="variants", action="store_const", const=merged)
+    parser.add_argument("--divisions", dest="variants", action="store_const", const=divided)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
     parser.add_argument("--csv", help="write the rows there too")

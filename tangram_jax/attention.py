@@ -89,19 +89,21 @@ class DecodeAttention:
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
         self._pages = pages
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-        """q [B, K, G, D], k and v [B, K, D] of the new tokens (not in the pool yet) -> [B, K, G, D]."""
+    def __call__(self, layer: int, qkv: jax.Array, scale: float) -> jax.Array:
+        """See `decode_attention`."""
         if self._kernel:
-            return self._kernel(layer, q, k, v, scale)
-        return decode_attention(q, k, v, self._pages.of_layer(layer), scale)
+            return self._kernel(layer, qkv, scale)
+        return decode_attention(qkv, self._pages.of_layer(layer), scale)
 
 
-def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
+def decode_attention(qkv: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
     """One query token of each request over its entries and itself, as XLA operations.
 
-    q [B, K, G, D], k and v [B, K, D] of the new token (not in the pool yet) -> f32[B, K, G, D].
+    qkv [B, K, G + 2, D]: queries, key and value of the new token (not in the pool yet) -> [B, K, G, D] in float32 or the
+    dtype of qkv.
     """
     f32 = jnp.float32
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     own = jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32) * scale
     start = Softmax(jnp.broadcast_to(v[:, :, None].astype(f32), q.shape), own, jnp.ones_like(own))
     state = _walk(

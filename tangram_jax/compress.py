@@ -147,7 +147,7 @@ def write(
     """Write the first candidates of `order` and the trailing window into the row's pages, and set its counts.
 
     `order` i32[M, Hp, C] from `select`, `tail_kv` [2, M, Hp, tail capacity, D] from `read_tail`, `keys` and `values` of
-    each layer [T or more, K, D], the chunk first. Entries beyond what the pages hold are never written: the plan's law
+    each layer [T, K, D]. Entries beyond what the pages hold are never written: the plan's law
     gives the count, the reservation the pages.
     """
     size, layout = plan.page_size, cache.layout
@@ -189,27 +189,23 @@ def append(
     plan: CachePlan,
     cache: Cache,
     slots: Slots,
-    keys: Sequence[jax.Array],
-    values: Sequence[jax.Array],
-    start: int = 0,
+    new: Sequence[jax.Array],
 ) -> Cache:
     """Write one token of every layer into the pages of its row and count it.
 
-    `keys` and `values` of each layer [start + B, K, D], the B new tokens last. Empty slots and tokens beyond a row's
-    capacity are dropped.
+    `new` of each layer [B, K, G + 2, D], keys and values last in a head. Empty slots and tokens beyond a row's capacity are
+    dropped.
     """
     layout = cache.layout
     run = kernel_or(kernels.append, kernels.append_reference, "Appending")
     pool = run(
         cache.pool,
-        keys,
-        values,
+        new,
         lengths=slots.lengths,
         rows=slots.rows,
         table=cache.table,
         first=layout.first,
         capacity=np.asarray(layout.capacity, np.int32),
         heads=plan.head_at,
-        start=start,
     )
     return replace(cache, pool=pool, tail=cache.tail.at[slots.rows].add(1, mode="drop"))

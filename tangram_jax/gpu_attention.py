@@ -148,9 +148,9 @@ class DecodeKernel:
             rows=jnp.minimum(pages.rows, pages.table.shape[0] - 1),
         )
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, scale: float) -> jax.Array:
         """See `attention.decode_attention`."""
         out, _ = ragged_decode.ragged_decode(
-            q, self._pool, self._plan.layer(layer), scale=scale, k_new=k, v_new=v, out_dtype=q.dtype
+            qkv, self._pool, self._plan.layer(layer), scale=scale, has_new=True
         )
         return out

@@ -66,35 +66,39 @@ def step(
         pages = _step_pages(plan, cache, slots.rows, slots.lengths)
         decode_attention = DecodeAttention((len(slots.rows), *heads), dtype, pages)
 
-    kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: keys, values of all tokens
+    kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: the chunk's keys and values
+    new: list[jax.Array] = []  # per layer: qkv of the decode tokens
     scores = ChunkScores(plan, config, scorer, before.what, before.tail_kv) if before else None
 
     def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        kept.append((k, v))
-        q = q.reshape(q.shape[0], *heads)
+        by_head = q.reshape(q.shape[0], *heads)
         out = []
         if before and scores:
-            attended, lse = chunk_attention(layer, q[:size], k[:size], v[:size], config.attention_scale)
+            kept.append((k[:size], v[:size]))
+            attended, lse = chunk_attention(layer, by_head[:size], k[:size], v[:size], config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
                 flat = (size, config.num_heads)
-                scores.add(layer, q[:size].reshape(*flat, -1), k[:size], v[:size], lse.reshape(flat))
+                scores.add(layer, q[:size], k[:size], v[:size], lse.reshape(flat))
         if slots:
-            out.append(decode_attention(layer, q[size:], k[size:], v[size:], config.attention_scale))
+            # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
+            qkv = jnp.concatenate([by_head, k[:, :, None], v[:, :, None]], axis=2)[size:]
+            new.append(qkv)
+            out.append(decode_attention(layer, qkv, config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
-    kept, logits = lax.optimization_barrier((kept, logits))
-    keys, values = [k for k, _ in kept], [v for _, v in kept]
+    kept, new, logits = lax.optimization_barrier((kept, new, logits))
     if before and scores:
+        keys, values = [k for k, _ in kept], [v for _, v in kept]
         with jax.named_scope("keep"):
             order = select(plan, cache, before.what, scores.result())
             cache = write(plan, cache, before.what, order, before.tail_kv, keys, values)
     if slots:
         with jax.named_scope("append"):
-            cache = append(plan, cache, slots, keys, values, size)
+            cache = append(plan, cache, slots, new)
     return logits, cache
 
 

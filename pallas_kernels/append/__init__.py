@@ -13,8 +13,7 @@ __all__ = ["append", "append_reference", "check_supported"]
 
 def append(
     pool: jax.Array,
-    keys: Sequence[jax.Array],
-    values: Sequence[jax.Array],
+    new: Sequence[jax.Array],
     *,
     lengths: jax.Array,
     rows: jax.Array,
@@ -22,33 +21,31 @@ def append(
     first: np.ndarray,
     capacity: np.ndarray,
     heads: np.ndarray,
-    start: int = 0,
 ) -> jax.Array:
     """Writes entry lengths[b, m] of every group m of every request b. The pool is changed in place where it is donated.
 
     Args:
       pool: [num_pages, 2, Hp, P, D].
-      keys, values: of each layer [start + B, K, D], the new tokens last; stacking them is not needed.
+      new: of each layer [B, K, 2 or more, D]; the last two rows of a head are the key and value to write. So the array that
+        attention read (queries, key and value of each head) serves as it is, and layers need no stacking.
       lengths: i32[B, M], entries of each group before.
       rows: i32[B] of the table; a number of no row is an empty slot, and dropped.
       table: i32[rows, R] flat rows of page numbers, negative where there is no page: such entries are dropped.
       first: i32[M] position of each group in a flat row.
       capacity: i32[M] pages that a group has room for in a flat row; entries beyond are dropped.
       heads: i32[M, Hp], layer * K + KV head of each column; negative where a column is empty (anything is written there).
-      start: rows of `keys` and `values` before the new tokens.
 
     Raises:
       NotImplementedError: naming what no kernel supports; `append_reference` takes the same arguments.
     """
-    check_supported(pool, keys)
+    check_supported(pool, new)
     from pallas_kernels.append.mosaic_gpu import append_mosaic_gpu
 
     return append_mosaic_gpu(
-        pool, keys, values, lengths=lengths, rows=rows, table=table, first=first, capacity=capacity, heads=heads,
-        start=start,
-    )  # fmt: skip
+        pool, new, lengths=lengths, rows=rows, table=table, first=first, capacity=capacity, heads=heads
+    )
 
 
-def check_supported(pool: jax.Array, keys: Sequence[jax.Array], *, device: jax.Device | None = None) -> None:
+def check_supported(pool: jax.Array, new: Sequence[jax.Array], *, device: jax.Device | None = None) -> None:
     """Raises NotImplementedError, naming the feature, where `append` has no kernel."""
-    check_pages(pool, keys[0].dtype, device=device)
+    check_pages(pool, new[0].dtype, device=device)

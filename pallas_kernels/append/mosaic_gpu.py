@@ -24,8 +24,7 @@ i32 = jnp.int32
 
 def append_mosaic_gpu(
     pool: jax.Array,
-    keys: Sequence[jax.Array],
-    values: Sequence[jax.Array],
+    new: Sequence[jax.Array],
     *,
     lengths: jax.Array,
     rows: jax.Array,
@@ -33,7 +32,6 @@ def append_mosaic_gpu(
     first: np.ndarray,
     capacity: np.ndarray,
     heads: np.ndarray,
-    start: int = 0,
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.append.append`."""
@@ -41,10 +39,10 @@ def append_mosaic_gpu(
     layout = np.stack([first, capacity, *np.maximum(heads, 0).T], axis=1).astype(np.int32)  # [M, 2 + Hp]
     batch = lengths.shape[0]
     per_cta = min(batch, REQUESTS)
-    body = functools.partial(_kernel, start, per_cta, interpret is not None)
+    body = functools.partial(_kernel, per_cta, interpret is not None)
 
     def append(*refs: Any) -> None:  # the name that profiles show
-        body(refs[:5], refs[5 : 5 + len(keys)], refs[5 + len(keys) :])
+        body(refs[:5], refs[5:])
 
     kernel = plgpu.kernel(
         append,
@@ -53,11 +51,11 @@ def append_mosaic_gpu(
         **({} if interpret is None else {"interpret": interpret}),
     )
     ref = jax.new_ref(pool)
-    kernel(ref, lengths.astype(i32), jnp.asarray(rows, i32), table, jnp.asarray(layout), *keys, *values)
+    kernel(ref, lengths.astype(i32), jnp.asarray(rows, i32), table, jnp.asarray(layout), *new)
     return jax.freeze(ref)
 
 
-def _kernel(start: int, per_cta: int, interpreted: bool, refs: Any, keys: Any, values: Any) -> None:
+def _kernel(per_cta: int, interpreted: bool, refs: Any, new: Any) -> None:
     pool, lengths, rows, table, layout = refs
     num_pages, _, columns, size, head_dim = pool.shape
     batch, num_rows = lengths.shape[0], table.shape[0]
@@ -75,55 +73,46 @@ def _kernel(start: int, per_cta: int, interpreted: bool, refs: Any, keys: Any, v
         there = there & (number >= 0) & (number < num_pages)
         entries.append((b, there, number, lax.rem(length, i32(size))))
     if interpreted:
-        _copy_plainly(start, pool, layout, group, keys, values, entries)
+        _copy_plainly(pool, layout, group, new, entries)
         return
-    loaded = _load(start, (2, columns, head_dim), layout, group, keys, values, [b for b, *_ in entries])
-    for new, (_, there, number, slot) in zip(loaded, entries, strict=True):
+    loaded = _load((2, columns, head_dim), layout, group, new, [b for b, *_ in entries])
+    for entry, (_, there, number, slot) in zip(loaded, entries, strict=True):
 
         @pl.when(there)
-        def _(new: Any = new, number: Any = number, slot: Any = slot) -> None:
-            pool.at[number, :, :, slot][...] = new
+        def _(entry: Any = entry, number: Any = number, slot: Any = slot) -> None:
+            pool.at[number, :, :, slot][...] = entry
 
 
-def _load(
-    start: int, shape: tuple[int, ...], layout: Any, group: Any, keys: Any, values: Any, requests: list[Any]
-) -> list[jax.Array]:
+def _load(shape: tuple[int, ...], layout: Any, group: Any, new: Any, requests: list[Any]) -> list[jax.Array]:
     """[2, Hp, D] of each request: keys and values of the group's heads."""
-    layers, (_, kv_heads, head_dim) = len(keys), keys[0].shape
+    _, kv_heads, slots, head_dim = new[0].shape
 
-    def address(position: Any, request: Any, group: Any, layout: Any, *layers_kv: Any) -> Any:
+    def address(position: Any, request: Any, group: Any, layout: Any, *new: Any) -> Any:
         which, column, d = position
         row = ops.muladd((group, layout.type.shape[1]), (column, 1), (ops.constant(2), 1))
         head = ops.load_index(layout, row)
-        layer = arith.divui(head, ops.constant(kv_heads))
-        pointers = (ops.pick_pointer(x, layer) for x in (layers_kv[:layers], layers_kv[layers:]))
-        key, value = pointers
-        is_key = arith.cmpi(arith.CmpIPredicate.eq, which, ops.constant(0))
+        pointer = ops.pick_pointer(new, arith.divui(head, ops.constant(kv_heads)))
         inner = arith.remui(head, ops.constant(kv_heads))
-        token = arith.addi(request, ops.constant(start))
-        offset = ops.muladd((token, kv_heads * head_dim), (inner, head_dim), (d, 1))
-        return arith.select(is_key, key, value), offset
+        head_size = slots * head_dim
+        which = arith.addi(which, ops.constant(slots - 2))
+        offset = ops.muladd((request, kv_heads * head_size), (inner, head_size), (which, head_dim), (d, 1))
+        return pointer, offset
 
-    return [
-        ops.load_vectors(shape, keys[0].dtype, (b, group, layout, *keys, *values), address) for b in requests
-    ]
+    return [ops.load_vectors(shape, new[0].dtype, (b, group, layout, *new), address) for b in requests]
 
 
-def _copy_plainly(
-    start: int, pool: Any, layout: Any, group: Any, keys: Any, values: Any, entries: list[Any]
-) -> None:
-    kv_heads = keys[0].shape[1]
+def _copy_plainly(pool: Any, layout: Any, group: Any, new: Any, entries: list[Any]) -> None:
+    _, kv_heads, slots, _ = new[0].shape
     for b, there, number, slot in entries:
         for column in range(pool.shape[2]):
             head = layout[group, 2 + column]
-            for layer in range(len(keys)):
+            for layer in range(len(new)):
 
                 @pl.when(there & (lax.div(head, i32(kv_heads)) == layer))
                 def _(
                     b: Any = b, number: Any = number, slot: Any = slot, column: int = column,
                     layer: int = layer, head: Any = head,
                 ) -> None:  # fmt: skip
-                    for which, x in enumerate((keys, values)):
-                        pool.at[number, which, column, slot][...] = x[layer].at[
-                            start + b, lax.rem(head, i32(kv_heads))
-                        ][...]
+                    for which in range(2):
+                        row = new[layer].at[b, lax.rem(head, i32(kv_heads)), slots - 2 + which]
+                        pool.at[number, which, column, slot][...] = row[...]

@@ -26,8 +26,7 @@ def ragged_decode(
     scale: float,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    k_new: jax.Array | None = None,
-    v_new: jax.Array | None = None,
+    has_new: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     tuning: Tuning = DEFAULT,
 ) -> tuple[jax.Array, jax.Array]:
@@ -37,14 +36,14 @@ def ragged_decode(
     sliding window kept as a ring needs nothing special.
 
     Args:
-      q: [B, K, G, D] queries after RoPE, bfloat16 or float16.
+      q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D].
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
       plan: of this layer: `plan_decode(...).layer(index)`.
       scale: factor of the products q . k.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
       sinks: f32[K, G] logit of an entry without value, one per query head (GPT-OSS).
-      k_new, v_new: [B, K, D] key and value of the current token, one more entry of every head: so that the tokens of all
-        layers can be appended to the cache at once, after the forward.
+      has_new: the last two rows of each KV head in `q` are the key and value of the current token, one more entry of every
+        head: so that the tokens of all layers can be appended to the cache at once, after the forward.
       out_dtype: of the output; q's by default.
       tuning: the chip's record.
 
@@ -55,10 +54,11 @@ def ragged_decode(
     Raises:
       NotImplementedError: naming what no kernel supports; `ragged_decode_reference` takes the same arguments.
     """
-    check_supported(q.shape, q.dtype, pool.shape, pool.dtype)
+    batch, kv_heads, group, head_dim = q.shape
+    check_supported((batch, kv_heads, group - 2 * has_new, head_dim), q.dtype, pool.shape, pool.dtype)
     from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 
     return ragged_decode_mosaic_gpu(
         q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        k_new=k_new, v_new=v_new, out_dtype=out_dtype, tuning=tuning,
+        has_new=has_new, out_dtype=out_dtype, tuning=tuning,
     )  # fmt: skip

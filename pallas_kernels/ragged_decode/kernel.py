@@ -14,6 +14,7 @@ results repeat bit for bit. The counters are part of the plan and are zero again
 import dataclasses
 import functools
 import math
+import os
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -69,11 +70,9 @@ class _Refs(NamedTuple):
     item: Any  # i32[L, items + 1, ITEM_COLUMNS]
     sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
-    q: Any  # [items, G, D]
+    q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
     pool: Any  # [num_pages, 2, Hp, P, D]
     sinks: Any  # f32[K, Gp], times log2(e)
-    k_new: Any  # [items, D]
-    v_new: Any
     out: Any  # [items, G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[W, D, Gp] (2 W if merged outside)
@@ -88,7 +87,6 @@ class _Refs(NamedTuple):
 def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     inputs, rest = list(refs[:7]), list(refs[7:])
     inputs.append(rest.pop(0) if cfg.has_sinks else None)
-    inputs += [rest.pop(0), rest.pop(0)] if cfg.has_new else [None, None]
     gmem = _Refs(*inputs, *rest)
 
     def body(*smem: Any) -> None:
@@ -196,6 +194,8 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _compute(cfg: Config, refs: _Refs) -> None:
     """The computing warpgroup: items without entries, then the share from its back."""
+    if not cfg.interpreted and os.environ.get("PDL"):
+        plgpu.griddepcontrol_wait()
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
@@ -355,17 +355,19 @@ def _fused(
 def _read_queries(cfg: Config, refs: _Refs, number: Any) -> Any:
     """The item's queries, transposed: [D, Gp]. Columns from G on hold something finite."""
     if cfg.interpreted:
-        return plgpu.layout_cast(refs.q.at[number].transpose((1, 0))[...], WGMMA)
-    return device_ops.load_transposed(refs.q.at[number], cfg.queries)
+        queries = refs.q.at[number, pl.ds(0, cfg.queries)]
+        return plgpu.layout_cast(queries.transpose((1, 0))[...], WGMMA)
+    return device_ops.load_transposed(refs.q.at[number, pl.ds(0, cfg.group)], cfg.queries)
 
 
 def _read_new(cfg: Config, refs: _Refs, number: Any) -> Any:
     """The current token's key and value, f32[D] each; read early, used when the item ends."""
     if not cfg.has_new:
         return None
+    last = refs.q.shape[1]
     return tuple(
-        plgpu.load(ref.at[number], layout=BY_ROW, optimized=False).astype(f32)
-        for ref in (refs.k_new, refs.v_new)
+        plgpu.load(refs.q.at[number, row], layout=BY_ROW, optimized=False).astype(f32)
+        for row in (last - 2, last - 1)
     )
 
 

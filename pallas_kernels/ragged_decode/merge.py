@@ -27,8 +27,7 @@ def merge_pieces(
     part_ml: jax.Array,
     q: jax.Array,
     sinks: jax.Array | None,
-    k_new: jax.Array | None,
-    v_new: jax.Array | None,
+    new: jax.Array | None,
     scale: float,
     soft_cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +39,7 @@ def merge_pieces(
       part, part_ml: f32[2 W, D, Gp], f32[2 W, 2, Gp]: of share w, slot 2 w holds the piece of its last item if that goes on
         in another share, slot 2 w + 1 the piece of its first item if that ends here but began elsewhere. Sums of values
         weighted by exp2(logit - m), then m and the sum of the weights; logits in units of log 2.
-      q, k_new, v_new: [items, G or more, D], [items, D], [items, D]. sinks: [K, G].
+      q: [items, G or more, D]. sinks: [K, G]. new: [items, 2, D], key and value of the current token.
     """
     items, group, _ = out.shape
     share, rows = plan.of_layer("shares"), plan.of_layer("items")
@@ -68,15 +67,14 @@ def merge_pieces(
         logit = jnp.pad(sinks.astype(jnp.float32) * LOG2E, ((0, 0), (0, queries - group)))
         logit = jnp.tile(logit, (items // sinks.shape[0], 1))
         numerator, top, denominator = _fold(numerator, top, denominator, logit, 0.0)
-    if k_new is not None and v_new is not None:
+    if new is not None:
+        key, value = new.astype(jnp.float32).swapaxes(0, 1)
         vectors = q[:, :group].astype(jnp.float32)
-        logit = jnp.einsum("igd,id->ig", vectors, k_new.astype(jnp.float32), precision="highest") * scale
+        logit = jnp.einsum("igd,id->ig", vectors, key, precision="highest") * scale
         if soft_cap is not None:
             logit = soft_cap * jnp.tanh(logit / soft_cap)
         logit = jnp.pad(logit * LOG2E, ((0, 0), (0, queries - group)))
-        numerator, top, denominator = _fold(
-            numerator, top, denominator, logit, v_new.astype(jnp.float32)[:, :, None]
-        )
+        numerator, top, denominator = _fold(numerator, top, denominator, logit, value[:, :, None])
     merged = (numerator / denominator[:, None]).swapaxes(1, 2)[:, :group]
     out = jnp.where(cut[:, None, None], merged.astype(out.dtype), out)
     return out, jnp.where(cut[:, None], (top + jnp.log2(denominator)) / LOG2E, lse)

@@ -11,6 +11,7 @@ import jax
 import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.ragged_decode.kernel import LOG2E, Config, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
@@ -28,8 +29,7 @@ def ragged_decode_mosaic_gpu(
     scale: float,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    k_new: jax.Array | None = None,
-    v_new: jax.Array | None = None,
+    has_new: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     tuning: Tuning = DEFAULT,
     merge: str = "fused",
@@ -37,33 +37,31 @@ def ragged_decode_mosaic_gpu(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.ragged_decode.ragged_decode`."""
     return _call(
-        q, pool, plan, sinks, k_new, v_new,
-        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap),
+        q, pool, plan, sinks,
+        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), has_new=has_new,
         out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype), tuning=tuning, merge=merge, interpret=interpret,
     )  # fmt: skip
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "soft_cap", "out_dtype", "tuning", "merge", "interpret")
+    jax.jit, static_argnames=("scale", "soft_cap", "has_new", "out_dtype", "tuning", "merge", "interpret")
 )
-def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tuning, merge, interpret):
+def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, merge, interpret):
     # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
-    batch, kv_heads, group, head_dim = q.shape
+    batch, kv_heads, held, head_dim = q.shape
+    group = held - 2 * has_new
     items = batch * kv_heads
     queries = -(-group // 8) * 8
     short = queries - group
-    rows = q.reshape(items, group, head_dim)
+    rows = q.reshape(items, held, head_dim)
     if interpret is not None:  # its reader of queries takes whole tiles
-        rows = jnp.pad(rows, ((0, 0), (0, short), (0, 0)))
+        rows = jnp.insert(rows, np.full(short, group), 0, axis=1)
     layer = plan.layer_number.reshape(1)
     operands = [layer, plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
     if sinks is not None:
         padded = jnp.pad(sinks.astype(f32) * LOG2E, ((0, 0), (0, short)))
         operands.append(padded)
-    if k_new is not None:
-        k_new, v_new = k_new.reshape(items, head_dim), v_new.reshape(items, head_dim)
-        operands += [k_new, v_new]
 
     fused = merge == "fused"
     pieces = plan.num_shares * (1 if fused else 2)
@@ -86,7 +84,7 @@ def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tun
         scale=scale,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
-        has_new=k_new is not None,
+        has_new=has_new,
         fused=fused,
         interpreted=interpret is not None,
         tuning=tuning,
@@ -107,5 +105,6 @@ def _call(q, pool, plan, sinks, k_new, v_new, *, scale, soft_cap, out_dtype, tun
     )
     out, lse, part, part_ml = kernel(*operands)
     if not fused:
-        out, lse = merge_pieces(plan, out, lse, part, part_ml, rows, sinks, k_new, v_new, scale, soft_cap)
-    return out.reshape(q.shape), lse[:, :group].reshape(batch, kv_heads, group)
+        new = rows[:, -2:] if has_new else None
+        out, lse = merge_pieces(plan, out, lse, part, part_ml, rows, sinks, new, scale, soft_cap)
+    return out.reshape(batch, kv_heads, group, head_dim), lse[:, :group].reshape(batch, kv_heads, group)

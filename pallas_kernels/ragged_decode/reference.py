@@ -14,8 +14,7 @@ def ragged_decode_reference(
     scale: float,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    k_new: jax.Array | None = None,
-    v_new: jax.Array | None = None,
+    has_new: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     max_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -24,6 +23,7 @@ def ragged_decode_reference(
     `max_length` bounds the entries of one head (by default what a row of the table could hold).
     """
     batch, kv_heads, _, head_dim = q.shape
+    q, new = (q[:, :, :-2], q[:, :, -2:].astype(jnp.float32)) if has_new else (q, None)
     page = pool.shape[3]
     heads = plan.of_layer("heads").reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
@@ -37,9 +37,9 @@ def ragged_decode_reference(
     kv = jnp.moveaxis(kv, 3, 0).reshape(2, batch, kv_heads, num_pages * page, head_dim).astype(jnp.float32)
     visible = jnp.arange(num_pages * page) < length[..., None]
     keys, values = kv[0], jnp.where(visible[..., None], kv[1], 0.0)
-    if k_new is not None and v_new is not None:
-        keys = jnp.concatenate([keys, k_new[:, :, None].astype(jnp.float32)], axis=2)
-        values = jnp.concatenate([values, v_new[:, :, None].astype(jnp.float32)], axis=2)
+    if new is not None:
+        keys = jnp.concatenate([keys, new[:, :, :1]], axis=2)
+        values = jnp.concatenate([values, new[:, :, 1:]], axis=2)
         visible = jnp.pad(visible, ((0, 0), (0, 0), (0, 1)), constant_values=True)
     logits = jnp.einsum("bkgd,bktd->bkgt", q.astype(jnp.float32), keys, precision="highest") * scale
     if soft_cap is not None:

@@ -21,11 +21,14 @@ class Case:
     def groups(self) -> int:
         return self.heads.shape[0]
 
-    def keys_of(self, tokens: int) -> list[Any]:
-        return [x[:tokens] for x in self.keys]
-
-    def values_of(self, tokens: int) -> list[Any]:
-        return [x[:tokens] for x in self.values]
+    def new(self, tokens: int) -> list[Any]:
+        """Of each layer [tokens, K, 5, D]: three queries of each head that nobody wants, its key, its value."""
+        return [
+            jnp.concatenate(
+                [self.draw(tokens, k.shape[1], 3, k.shape[2]), k[:tokens, :, None], v[:tokens, :, None]], 2
+            )
+            for k, v in zip(self.keys, self.values, strict=True)
+        ]
 
     def draw(self, *shape: int) -> Any:
         return jnp.asarray(self.rng.normal(size=shape).astype(np.float32)).astype(self.pool.dtype)
@@ -61,7 +64,7 @@ def make_case(
     return case
 
 
-def append_arguments(case: Case, batch: int, start: int = 0) -> dict[str, Any]:
+def append_arguments(case: Case, batch: int) -> dict[str, Any]:
     """Requests in rows of a table in any order: an empty slot, a full group and a missing page among them."""
     size = case.pool.shape[3]
     capacity = case.rng.integers(2, 4, case.groups).astype(np.int32)
@@ -80,7 +83,7 @@ def append_arguments(case: Case, batch: int, start: int = 0) -> dict[str, Any]:
         rows[1] = num_rows + 6  # an empty slot
     return dict(
         lengths=jnp.asarray(lengths), rows=jnp.asarray(rows), table=jnp.asarray(table),
-        first=first, capacity=capacity, heads=case.heads, start=start,
+        first=first, capacity=capacity, heads=case.heads,
     )  # fmt: skip
 
 
@@ -98,7 +101,7 @@ def appended(case: Case, x: dict[str, Any]) -> np.ndarray:
                 continue
             for column, head in enumerate(case.heads[m]):
                 for which in range(2):
-                    entry = case.row(max(head, 0), which, x["start"] + b)
+                    entry = case.row(max(head, 0), which, b)
                     pool[page, which, column, lengths[b, m] % size] = entry
     return pool
 

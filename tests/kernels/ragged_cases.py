@@ -9,18 +9,21 @@ import numpy as np
 
 @dataclasses.dataclass
 class Case:
-    q: Any
+    q: Any  # [B, K, G, D], with has_new [B, K, G + 2, D]
     pool: Any
     table: Any
     lengths: np.ndarray  # [B, K]
     first: np.ndarray  # [K]
     column: np.ndarray  # [K]
     scale: float
-    options: dict[str, Any]  # soft_cap, sinks, k_new, v_new
+    options: dict[str, Any]  # soft_cap, sinks, has_new
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Dense attention in float64, head by head."""
         q, pool = np.asarray(self.q, np.float64), np.asarray(self.pool, np.float64)
+        new = np.zeros((*q.shape[:2], 0, 2, q.shape[3]))
+        if self.options.get("has_new"):
+            q, new = q[:, :, :-2], q[:, :, None, -2:]
         batch, kv_heads, group, head_dim = q.shape
         page = pool.shape[3]
         out = np.zeros((batch, kv_heads, group, head_dim))
@@ -29,12 +32,12 @@ class Case:
             for k in range(kv_heads):
                 n = max(int(self.lengths[b, k]), 0)
                 pages = np.asarray(self.table)[b, self.first[k] : self.first[k] + -(-n // page)]
-                keys, values = (pool[pages, x, self.column[k]].reshape(-1, head_dim)[:n] for x in range(2))
-                if self.options.get("k_new") is not None:
-                    keys = np.concatenate([keys, np.asarray(self.options["k_new"], np.float64)[b, k][None]])
-                    values = np.concatenate(
-                        [values, np.asarray(self.options["v_new"], np.float64)[b, k][None]]
+                keys, values = (
+                    np.concatenate(
+                        [pool[pages, x, self.column[k]].reshape(-1, head_dim)[:n], new[b, k, :, x]]
                     )
+                    for x in range(2)
+                )
                 logits = q[b, k] @ keys.T * self.scale
                 if (cap := self.options.get("soft_cap")) is not None:
                     logits = cap * np.tanh(logits / cap)
@@ -98,9 +101,9 @@ def make_case(
     if sinks:
         options["sinks"] = jnp.asarray(rng.normal(size=(kv_heads, group)).astype(np.float32))
     if new:
-        options |= {"k_new": draw(batch, kv_heads, head_dim), "v_new": draw(batch, kv_heads, head_dim)}
+        options["has_new"] = True
     return Case(
-        q=draw(batch, kv_heads, group, head_dim),
+        q=draw(batch, kv_heads, group + 2 * new, head_dim),
         pool=draw(num_pages, 2, heads_per_page, page_size, head_dim),
         table=jnp.asarray(table),
         lengths=lengths,

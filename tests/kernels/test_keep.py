@@ -29,24 +29,22 @@ def no_races() -> bool:
     return not gpu_callbacks.get_races().races_found
 
 
-@pytest.mark.parametrize("start", [0, 5])
-def test_append_reference_is_the_loop(start):
+def test_append_reference_is_the_loop():
     case = make_case(num_pages=120)
-    x = append_arguments(case, batch=6, start=start)
-    got = ap.append_reference(case.pool, case.keys_of(start + 6), case.values_of(start + 6), **x)
+    x = append_arguments(case, batch=6)
+    got = ap.append_reference(case.pool, case.new(6), **x)
     np.testing.assert_array_equal(got, appended(case, x))
 
 
 @pytest.mark.parametrize(
-    ("shape", "batch", "start"),
-    [({}, 5, 0), ({"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16}, 1, 2)],
+    ("shape", "batch"),
+    [({}, 5), ({"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16}, 1)],
     ids=str,
 )
-def test_append_kernel_in_the_interpreter(shape, batch, start):
+def test_append_kernel_in_the_interpreter(shape, batch):
     case = make_case(num_pages=120, **shape)
-    x = append_arguments(case, batch, start)
-    end = start + batch
-    got = append_mosaic_gpu(case.pool, case.keys_of(end), case.values_of(end), **x, interpret=INTERPRET)
+    x = append_arguments(case, batch)
+    got = append_mosaic_gpu(case.pool, case.new(batch), **x, interpret=INTERPRET)
     np.testing.assert_array_equal(got, appended(case, x))
     assert no_races()
 
@@ -132,11 +130,10 @@ def test_the_writing_kernels_name_the_pool_as_input_and_output():
     case = make_case(num_pages=120)
     x = append_arguments(case, batch=5)
 
-    def run(pool, keys, values):
-        return append_mosaic_gpu(pool, keys, values, **x)
+    def run(pool, new):
+        return append_mosaic_gpu(pool, new, **x)
 
-    keys, values = case.keys_of(5), case.values_of(5)
-    traced = jax.jit(run, donate_argnums=0).trace(case.pool, keys, values)
+    traced = jax.jit(run, donate_argnums=0).trace(case.pool, case.new(5))
     assert "output_operand_alias<" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

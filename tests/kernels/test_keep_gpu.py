@@ -30,9 +30,9 @@ SHAPES = [
 @pytest.mark.parametrize("batch", [1, 5, 21])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_append(shape, batch):
-    case = make_case(num_pages=1600, tokens=batch + 3, **shape)
-    x = append_arguments(case, batch, start=3)
-    got = jax.jit(lambda *given: ap.append(*given, **x))(case.pool, case.keys, case.values)
+    case = make_case(num_pages=1600, tokens=batch, **shape)
+    x = append_arguments(case, batch)
+    got = jax.jit(lambda *given: ap.append(*given, **x))(case.pool, case.new(batch))
     np.testing.assert_array_equal(got, appended(case, x))
 
 
@@ -72,9 +72,9 @@ def test_a_pool_beyond_2_to_31_elements_is_changed_in_place():
     assert np.prod(shape) > 2**31
     shift = num_pages - 120  # the far end of the pool
 
-    def run(pool, keys, values, tail):
+    def run(pool, keys, values, tail, new):
         pool = keep.write_pages(pool, keys, values, tail, **x)
-        return ap.append(pool, keys, values, **y)
+        return ap.append(pool, new, **y)
 
     x = write_arguments(case, capacity=40, chunk=190, pages=4)
     y = append_arguments(case, batch=5)
@@ -82,10 +82,11 @@ def test_a_pool_beyond_2_to_31_elements_is_changed_in_place():
     y["table"] = jnp.where(y["table"] < 0, -1, y["table"] + shift)
     tail = x.pop("tail")
     pool = jax.jit(lambda p: jnp.zeros(shape, p.dtype).at[shift:].set(p))(case.pool)
-    program = jax.jit(run, donate_argnums=0).lower(pool, case.keys, case.values, tail).compile()
+    new = case.new(5)
+    program = jax.jit(run, donate_argnums=0).lower(pool, case.keys, case.values, tail, new).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2**20
     where = pool.unsafe_buffer_pointer()
-    pool = program(pool, case.keys, case.values, tail)
+    pool = program(pool, case.keys, case.values, tail, new)
     assert pool.unsafe_buffer_pointer() == where
     x["pages"] = jnp.where(x["pages"] < 0, -1, x["pages"] - shift)
     y["table"] = jnp.where(y["table"] < 0, -1, y["table"] - shift)
