@@ -182,6 +182,7 @@ def sampling_params(
 ) -> list[SamplingParams]:
     """One SamplingParams a prompt (they differ in `max_tokens` alone)."""
     check_token_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(list(request.logit_bias), vocab_size, "logit_bias")
     if isinstance(request, ChatRequest):
         wanted = request.token_limit
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -225,6 +226,7 @@ def sampling_params(
                 presence_penalty=request.presence_penalty,
                 frequency_penalty=request.frequency_penalty,
                 repetition_penalty=request.repetition_penalty,
+                logit_bias=request.logit_bias,
                 min_tokens=request.min_tokens,
                 ignore_eos=request.ignore_eos,
                 stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)),

@@ -6,6 +6,7 @@ that names it, because a misspelt `max_token` would otherwise be lost in silence
 """
 
 import difflib
+import re
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -21,11 +22,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serve.errors import APIError, bad_request
+from tangram_jax.sampling import MAX_BIASES
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
 MAX_MESSAGES = 4096
+MAX_LOGIT_BIAS = 100.0
 INT64 = 2**63
 
 # Sent by clients of OpenAI's platform; nothing about a generation depends on them here.
@@ -48,7 +51,6 @@ _MESSAGE_NO_EFFECT = frozenset(["annotations", "reasoning", "reasoning_content",
 
 # Field -> the values that mean "off" and are therefore fine.
 _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
@@ -167,6 +169,7 @@ class SamplingRequest(RequestModel):
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=16)
@@ -187,6 +190,22 @@ class SamplingRequest(RequestModel):
         if not all(0 < len(text) <= MAX_STOP_LENGTH for text in stops):
             raise PydanticCustomError("stop", f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
         return stops
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _bias_by_token(cls, given: object) -> dict[int, float]:
+        if not isinstance(given, dict):
+            raise PydanticCustomError("logit_bias", "give an object of token ids and their biases")
+        if len(given) > MAX_BIASES:
+            raise PydanticCustomError("logit_bias", f"at most {MAX_BIASES} tokens are possible")
+        biases = {}
+        for token, bias in given.items():
+            if not isinstance(token, str) or not re.fullmatch("[0-9]{1,9}", token):
+                raise PydanticCustomError("logit_bias", 'the keys must be token ids, like "50256"')
+            if type(bias) not in (int, float) or not abs(bias) <= MAX_LOGIT_BIAS:
+                raise PydanticCustomError("logit_bias", "a bias must be a number from -100 to 100")
+            biases[int(token)] = float(bias)
+        return biases
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -4,7 +4,7 @@ The engine sees token ids alone. Text (detokenisation, stop strings, echo) belon
 calls `EngineProtocol.abort(request_id, choice)` when a stop string of a choice is found.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # in [-2, 2]
     frequency_penalty: float = 0.0  # in [-2, 2]
     repetition_penalty: float = 1.0  # in (0, 10]
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # at most 300 tokens, each in [-100, 100]
     min_tokens: int = 0  # no EOS and no stop token before so many tokens; <= max_tokens
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # at most 16, beside the model's EOS ids

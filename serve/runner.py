@@ -254,6 +254,7 @@ class Runner:
             repetition_penalty=p.repetition_penalty,
             min_tokens=p.min_tokens,
             stop_ids=sorted(stops),
+            logit_bias=p.logit_bias,
             num_generated=sequence.generated,
             last_token=sequence.tokens[-1],
         )

@@ -1,17 +1,18 @@
 """Sampling on the device: penalties, temperature, filters, a seed per request, logprobs. Nothing is read back.
 
-A `SamplerState` holds one row for each request, of five leaves. A token depends on its row's logits, parameters, seed
+A `SamplerState` holds one row for each request. A token depends on its row's logits, parameters, seed
 and number of tokens generated, and on nothing else: not on the row, nor on what else is in the batch.
 
-Meaning and order are vLLM's: min_tokens' ban, then penalties (repetition over prompt and output, presence and frequency
-over output), temperature, min-p, top-k, top-p; logprobs are those of the raw logits.
+Meaning and order are vLLM's: min_tokens' ban and logit_bias, then penalties (repetition over prompt and output, presence and
+frequency over output), temperature, min-p, top-k, top-p; logprobs are those of the raw logits.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jax import Array, lax
 from tangram_jax.sampling_filters import argmax, draw, keep_threshold, relative_probs
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
+MAX_BIASES = 300  # tokens with a logit bias in one request, as many as OpenAI takes
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy
 _IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
 _MAX_COUNT = _IN_PROMPT - 1
@@ -46,6 +48,7 @@ class Ints(IntEnum):
     MIN_TOKENS = 1
     GENERATED = 2
     LAST_TOKEN = 3
+    BIASES = 4
 
 
 @struct.dataclass
@@ -56,6 +59,8 @@ class SamplerState:
     ints: Array  # i32[rows, len(Ints)]
     keys: Array  # u32[rows, 2]: the seed
     stop_ids: Array  # i32[rows, MAX_STOP_IDS]: banned until MIN_TOKENS are generated; V where there is none
+    bias_ids: Array  # i32[rows, MAX_BIASES]: the first BIASES count
+    biases: Array  # f32[rows, MAX_BIASES]: added to the logits of those
     seen: Array  # u16[rows, V]: times generated, plus _IN_PROMPT if in the prompt; 2 bytes a token for both
 
     @property
@@ -84,6 +89,8 @@ class RowParams(NamedTuple):
     ints: np.ndarray  # i32[len(Ints)]
     key: np.ndarray  # u32[2]
     stop_ids: np.ndarray  # i32[MAX_STOP_IDS]
+    bias_ids: np.ndarray  # i32[MAX_BIASES]
+    biases: np.ndarray  # f32[MAX_BIASES]
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ def init_sampler(rows: int, vocab_size: int) -> SamplerState:
         ints=jnp.zeros((rows, len(Ints)), jnp.int32),
         keys=jnp.zeros((rows, 2), jnp.uint32),
         stop_ids=jnp.full((rows, MAX_STOP_IDS), vocab_size, jnp.int32),
+        bias_ids=jnp.full((rows, MAX_BIASES), vocab_size, jnp.int32),
+        biases=jnp.zeros((rows, MAX_BIASES), jnp.float32),
         seen=jnp.zeros((rows, vocab_size), jnp.uint16),
     )
 
@@ -142,18 +151,22 @@ def row_params(
     repetition_penalty: float = 1.0,
     min_tokens: int = 0,
     stop_ids: Sequence[int] = (),
+    logit_bias: Mapping[int, float] = MappingProxyType({}),
     num_generated: int = 0,
     last_token: int = 0,
 ) -> RowParams:
-    """Pack one request's parameters, on the host. Ranges are the server's business; only the number of stop ids is not.
+    """Pack one request's parameters, on the host. Ranges are the server's business; only the numbers of ids are not.
 
-    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `stop_ids` are what `min_tokens` bans. A request that goes on
-    after it lost its row (preemption) passes `num_generated` and `last_token`, and `mark_output` for its tokens.
-    Raises ValueError on more than MAX_STOP_IDS stop ids under `min_tokens`.
+    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `stop_ids` are what `min_tokens` bans; `logit_bias` is added to the
+    logits of its tokens. A request that goes on after it lost its row (preemption) passes `num_generated` and
+    `last_token`, and `mark_output` for its tokens. Raises ValueError on more than MAX_STOP_IDS stop ids under `min_tokens`,
+    or more than MAX_BIASES biases.
     """
     stops = sorted(set(stop_ids)) if min_tokens > num_generated else []
     if len(stops) > MAX_STOP_IDS:
         raise ValueError(f"min_tokens works with at most {MAX_STOP_IDS} stop and EOS ids; got {len(stops)}")
+    if len(logit_bias) > MAX_BIASES:
+        raise ValueError(f"logit_bias takes at most {MAX_BIASES} tokens; got {len(logit_bias)}")
     floats = {
         Floats.TEMPERATURE: temperature,
         Floats.TOP_P: top_p,
@@ -167,15 +180,23 @@ def row_params(
         Ints.MIN_TOKENS: min_tokens,
         Ints.GENERATED: num_generated,
         Ints.LAST_TOKEN: last_token,
+        Ints.BIASES: len(logit_bias),
     }
-    padded = np.full(MAX_STOP_IDS, np.iinfo(np.int32).max, np.int32)  # no token: dropped
-    padded[: len(stops)] = stops
     return RowParams(
         np.array([floats[c] for c in Floats], np.float32),
         np.array([ints[c] for c in Ints], np.int32),
         seed_key(operator.index(seed)),
-        padded,
+        _padded_ids(stops, MAX_STOP_IDS),
+        _padded_ids(list(logit_bias), MAX_BIASES),
+        np.pad(np.fromiter(logit_bias.values(), np.float32), (0, MAX_BIASES - len(logit_bias))),
     )
+
+
+def _padded_ids(ids: Sequence[int], size: int) -> np.ndarray:
+    """i32[size]; after the ids comes what is no token, and dropped."""
+    padded = np.full(size, np.iinfo(np.int32).max, np.int32)
+    padded[: len(ids)] = ids
+    return padded
 
 
 def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Variant:
@@ -195,6 +216,8 @@ def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
         ints=state.ints.at[row].set(params.ints, mode="drop"),
         keys=state.keys.at[row].set(params.key, mode="drop"),
         stop_ids=state.stop_ids.at[row].set(params.stop_ids, mode="drop"),
+        bias_ids=state.bias_ids.at[row].set(params.bias_ids, mode="drop"),
+        biases=state.biases.at[row].set(params.biases, mode="drop"),
         seen=state.seen.at[row].set(jnp.uint16(0), mode="drop"),
     )
 
@@ -245,7 +268,7 @@ def sample(
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
     ints = state.ints.at[rows].get(mode="fill", fill_value=0)
     seen = None
-    biased = _ban_stops(logits, state, rows, ints)
+    biased = _bias(logits, state, rows, ints)
     if variant.penalties:
         with jax.named_scope("penalties"):
             seen = state.seen.at[rows].get(mode="fill", fill_value=0)
@@ -298,13 +321,25 @@ def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, A
         return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
 
 
-def _ban_stops(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array:
-    """-inf for the stop ids of rows that have not generated their min_tokens."""
-    banned = ints[:, Ints.GENERATED] < ints[:, Ints.MIN_TOKENS]
-    ids = state.stop_ids.at[rows].get(mode="fill", fill_value=state.vocab_size)
-    ids = jnp.where(banned[:, None], ids, logits.shape[-1])
+def _bias(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array:
+    """The rows' logit biases added; -inf for the stop ids of rows that have not generated their min_tokens."""
+    vocab = logits.shape[-1]
     batch = jnp.arange(logits.shape[0])[:, None]
-    return lax.cond(banned.any(), lambda x: x.at[batch, ids].set(-jnp.inf, mode="drop"), lambda x: x, logits)
+    banned = ints[:, Ints.GENERATED] < ints[:, Ints.MIN_TOKENS]
+
+    def ids_of(ids: Array, there: Array) -> Array:
+        return jnp.where(there, ids.at[rows].get(mode="fill", fill_value=vocab), vocab)
+
+    def add(x: Array) -> Array:
+        ids = ids_of(state.bias_ids, jnp.arange(MAX_BIASES) < ints[:, Ints.BIASES, None])
+        return x.at[batch, ids].add(state.biases.at[rows].get(mode="fill", fill_value=0), mode="drop")
+
+    def ban(x: Array) -> Array:
+        return x.at[batch, ids_of(state.stop_ids, banned[:, None])].set(-jnp.inf, mode="drop")
+
+    with jax.named_scope("bias"):
+        logits = lax.cond((ints[:, Ints.BIASES] > 0).any(), add, lambda x: x, logits)
+        return lax.cond(banned.any(), ban, lambda x: x, logits)
 
 
 def _penalize(logits: Array, seen: Array, floats: Array) -> Array:

@@ -237,7 +237,7 @@ def test_padding_rows_change_nothing():
 
 
 def test_set_row_forgets_the_request_before():
-    state = rows_of({"presence_penalty": 1.0, "min_tokens": 9, "stop_ids": (1, 2)})
+    state = rows_of({"presence_penalty": 1.0, "min_tokens": 9, "stop_ids": (1, 2), "logit_bias": {4: 9}})
     state = mark_prompt(state, 0, np.arange(5), 5)
     _, state = roll(state, jnp.zeros((1, V)), jnp.arange(1), 4)
     state = set_row(state, 0, row_params(seed=0, temperature=0))

@@ -1,4 +1,4 @@
-"""Penalties against their definition, banned stop tokens, and logprobs, which neither changes."""
+"""Penalties against their definition, logit biases, banned stop tokens, and logprobs, which none of them changes."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tangram_jax.sampling import (
     FULL,
     GREEDY,
+    MAX_BIASES,
     MAX_STOP_IDS,
     _penalize,
     last_tokens,
@@ -105,9 +106,37 @@ def test_min_tokens_bans_stop_ids_until_then():
     row_params(seed=0, stop_ids=range(MAX_STOP_IDS + 1))  # nothing to ban: any number
 
 
+def test_logit_bias_is_added_before_penalties():
+    """A biased token wins until its penalty, which divides the biased logit; the other rows stay as they are."""
+    logits = np.zeros((3, V), np.float32)
+    logits[:, [3, 5]] = [2.0, 1.0]
+    plain = {"temperature": 0}
+    biased = plain | {"logit_bias": {5: 2.5, V - 1: -100.0}}
+    state = rows_of(biased, plain, biased | {"repetition_penalty": 2.0})
+    for variant, last in ((GREEDY, [5, 5, 5]), (FULL, [5, 3, 5])):
+        tokens, _ = roll(state, jnp.asarray(logits), jnp.arange(3), 3, variant)
+        assert np.asarray(tokens).T.tolist() == [[5, 5, 5], [3, 3, 3], last]
+
+
+def test_logit_bias_of_the_most_tokens_and_of_all_that_may_follow():
+    most = dict.fromkeys(range(MAX_BIASES), -100.0)
+    logits = gaussian(4, 1, MAX_BIASES + 2)
+    state = rows_of({"temperature": 1.0, "logit_bias": most}, vocab=MAX_BIASES + 2)
+    tokens, state = roll(state, jnp.asarray(logits), jnp.arange(1), 40)
+    assert set(tokens[:, 0].tolist()) == {MAX_BIASES, MAX_BIASES + 1}
+    with pytest.raises(ValueError, match=f"at most {MAX_BIASES}"):
+        row_params(seed=0, logit_bias=most | {MAX_BIASES: 1.0})
+
+
+def test_a_banned_stop_id_stays_banned_whatever_its_bias():
+    state = rows_of({"temperature": 0, "stop_ids": (2,), "min_tokens": 2, "logit_bias": {2: 100.0}})
+    tokens, _ = roll(state, jnp.zeros((1, V)), jnp.arange(1), 3)
+    assert tokens[:, 0].tolist() == [0, 0, 2]
+
+
 def test_logprobs_are_of_the_raw_logits():
     logits = gaussian(6, 3, V)
-    state = rows_of(*[{"temperature": 0.3, "top_k": 2, "presence_penalty": 2.0}] * 3)
+    state = rows_of(*[{"temperature": 0.3, "top_k": 2, "presence_penalty": 2.0, "logit_bias": {7: 3}}] * 3)
     tokens, logprobs, top_ids, top, _ = jit_sample(
         logits, state, np.arange(3, dtype=np.int32), variant=replace(FULL, num_logprobs=5)
     )

@@ -103,6 +103,16 @@ def test_prompt_logprobs_beside_a_stream(engine):
     assert scored[1].outputs[0].prompt_logprobs is None
 
 
+def test_logit_bias_changes_one_request_alone(engine):
+    prompt = tokens_of(30)
+    free = greedy(prompt, 12)
+    other = engine.ask(prompt, max_tokens=12)
+    banned = engine.ask(prompt, logit_bias=dict.fromkeys(free, -100.0), max_tokens=12)
+    assert engine.answer(prompt, logit_bias={7: 100.0}, max_tokens=12, ignore_eos=True).tokens == [7] * 12
+    assert other.wait()[0].tokens == free
+    assert not set(free) & set(banned.wait()[0].tokens)
+
+
 def test_stop_tokens_end_a_choice(engine):
     prompt = tokens_of(30)
     free = greedy(prompt, 20)

@@ -56,10 +56,13 @@ def test_extensions_reach_the_engine(served):
     extra = dict(
         top_k=-1, min_p=0.1, repetition_penalty=1.5, min_tokens=2, ignore_eos=True, stop_token_ids=[9, 9, 8]
     )
-    chat(served, max_tokens=7, presence_penalty=-2, frequency_penalty=2, temperature=1e-9, extra_body=extra)
+    platform = dict(
+        presence_penalty=-2, frequency_penalty=2, temperature=1e-9, logit_bias={"5": 100, "263": -0.5}
+    )
+    chat(served, max_tokens=7, **platform, extra_body=extra)
     assert served.engine.requests[0].sampling == SamplingParams(
         max_tokens=7, temperature=0.0, top_k=0, min_p=0.1, repetition_penalty=1.5, min_tokens=2, ignore_eos=True,
-        stop_token_ids=(9, 8), presence_penalty=-2.0, frequency_penalty=2.0,
+        stop_token_ids=(9, 8), presence_penalty=-2.0, frequency_penalty=2.0, logit_bias={5: 100.0, 263: -0.5},
     )  # fmt: skip
     chat(served, max_tokens=7, top_p=0)
     assert (served.engine.requests[1].sampling.top_k, served.engine.requests[1].sampling.top_p) == (1, 1.0)
