@@ -82,7 +82,7 @@ def step(
                 scores.add(layer, q[:size], k[:size], v[:size], lse.reshape(flat))
         if slots:
             # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
-            qkv = jnp.concatenate([by_head, k[:, :, None], v[:, :, None]], axis=2)[size:]
+            qkv = jnp.concatenate([by_head[size:], k[size:, :, None], v[size:, :, None]], axis=2)
             new.append(qkv)
             out.append(decode_attention(layer, qkv, config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
