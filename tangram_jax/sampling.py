@@ -330,16 +330,14 @@ def _bias(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array
     def ids_of(ids: Array, there: Array) -> Array:
         return jnp.where(there, ids.at[rows].get(mode="fill", fill_value=vocab), vocab)
 
-    def add(x: Array) -> Array:
+    def add_and_ban(x: Array) -> Array:
         ids = ids_of(state.bias_ids, jnp.arange(MAX_BIASES) < ints[:, Ints.BIASES, None])
-        return x.at[batch, ids].add(state.biases.at[rows].get(mode="fill", fill_value=0), mode="drop")
-
-    def ban(x: Array) -> Array:
+        x = x.at[batch, ids].add(state.biases.at[rows].get(mode="fill", fill_value=0), mode="drop")
         return x.at[batch, ids_of(state.stop_ids, banned[:, None])].set(-jnp.inf, mode="drop")
 
-    with jax.named_scope("bias"):
-        logits = lax.cond((ints[:, Ints.BIASES] > 0).any(), add, lambda x: x, logits)
-        return lax.cond(banned.any(), ban, lambda x: x, logits)
+    with jax.named_scope("bias"):  # one branch: each is a wait for the device on a GPU
+        wanted = banned | (ints[:, Ints.BIASES] > 0)
+        return lax.cond(wanted.any(), add_and_ban, lambda x: x, logits)
 
 
 def _penalize(logits: Array, seen: Array, floats: Array) -> Array:
