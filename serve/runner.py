@@ -218,6 +218,8 @@ class Runner:
             and p.repetition_penalty == 1.0
             and p.presence_penalty == 0.0
             and p.frequency_penalty == 0.0
+            and not p.min_tokens
+            and not p.logit_bias
             for p in plain
         )
         return GREEDY if greedy else FULL

@@ -104,6 +104,7 @@ class Variant:
     random: bool = True  # draws; without, every row is greedy
     filters: bool = True  # top-k, top-p, min-p
     penalties: bool = True  # repetition, presence, frequency; only then are generated tokens counted
+    biases: bool = True  # logit_bias, and min_tokens' ban
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's; n: of the n most likely too
 
     def __or__(self, other: "Variant") -> "Variant":
@@ -112,11 +113,12 @@ class Variant:
             self.random or other.random,
             self.filters or other.filters,
             self.penalties or other.penalties,
+            self.biases or other.biases,
             max(counts, default=None),
         )
 
 
-GREEDY = Variant(random=False, filters=False, penalties=False)
+GREEDY = Variant(random=False, filters=False, penalties=False, biases=False)
 FULL = Variant()
 
 
@@ -205,7 +207,8 @@ def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Varian
     random = bool(f[Floats.TEMPERATURE] >= MIN_TEMPERATURE)
     filters = bool(params.ints[Ints.TOP_K] > 0 or f[Floats.TOP_P] < 1 or f[Floats.MIN_P] > 0)
     penalties = bool(f[Floats.PRESENCE] != 0 or f[Floats.FREQUENCY] != 0 or f[Floats.REPETITION] != 1)
-    return Variant(random, random and filters, penalties, num_logprobs)
+    biases = bool(params.ints[Ints.BIASES] or params.ints[Ints.MIN_TOKENS] > params.ints[Ints.GENERATED])
+    return Variant(random, random and filters, penalties, biases, num_logprobs)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -268,7 +271,7 @@ def sample(
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
     ints = state.ints.at[rows].get(mode="fill", fill_value=0)
     seen = None
-    biased = _bias(logits, state, rows, ints)
+    biased = _bias(logits, state, rows, ints) if variant.biases else logits
     if variant.penalties:
         with jax.named_scope("penalties"):
             seen = state.seen.at[rows].get(mode="fill", fill_value=0)
@@ -330,14 +333,11 @@ def _bias(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array
     def ids_of(ids: Array, there: Array) -> Array:
         return jnp.where(there, ids.at[rows].get(mode="fill", fill_value=vocab), vocab)
 
-    def add_and_ban(x: Array) -> Array:
+    with jax.named_scope("bias"):  # without a branch: on a GPU the host would have to wait for its condition
         ids = ids_of(state.bias_ids, jnp.arange(MAX_BIASES) < ints[:, Ints.BIASES, None])
-        x = x.at[batch, ids].add(state.biases.at[rows].get(mode="fill", fill_value=0), mode="drop")
-        return x.at[batch, ids_of(state.stop_ids, banned[:, None])].set(-jnp.inf, mode="drop")
-
-    with jax.named_scope("bias"):  # one branch: each is a wait for the device on a GPU
-        wanted = banned | (ints[:, Ints.BIASES] > 0)
-        return lax.cond(wanted.any(), add_and_ban, lambda x: x, logits)
+        biases = state.biases.at[rows].get(mode="fill", fill_value=0)
+        logits = logits.at[batch, ids].add(biases, mode="drop")
+        return logits.at[batch, ids_of(state.stop_ids, banned[:, None])].set(-jnp.inf, mode="drop")
 
 
 def _penalize(logits: Array, seen: Array, floats: Array) -> Array:

@@ -282,9 +282,14 @@ def test_a_preempted_request_goes_on_as_if_nothing_happened():
 
 def test_variants():
     assert needed_variant(row_params(seed=0, temperature=0, top_p=0.5)) == GREEDY
-    assert needed_variant(row_params(seed=0)) == Variant(filters=False, penalties=False)
-    assert needed_variant(row_params(seed=0, top_k=-1)) == Variant(filters=False, penalties=False)
-    assert needed_variant(row_params(seed=0, min_p=0.1), 2) == Variant(penalties=False, num_logprobs=2)
+    plain = Variant(filters=False, penalties=False, biases=False)
+    assert needed_variant(row_params(seed=0)) == plain
+    assert needed_variant(row_params(seed=0, top_k=-1)) == plain
+    assert needed_variant(row_params(seed=0, min_p=0.1), 2) == replace(plain, filters=True, num_logprobs=2)
+    biased = replace(plain, biases=True)
+    assert needed_variant(row_params(seed=0, logit_bias={3: 1.0})) == biased
+    assert needed_variant(row_params(seed=0, min_tokens=3, stop_ids=(1,))) == biased
+    assert needed_variant(row_params(seed=0, min_tokens=3, stop_ids=(1,), num_generated=3)) == plain
     assert needed_variant(row_params(seed=0, temperature=0, repetition_penalty=1.1)) == replace(
         GREEDY, penalties=True
     )

@@ -22,6 +22,8 @@ from tangram_jax.sampling import (
 )
 from tests.core.sampler import V, gaussian, jit_sample, roll, rows_of
 
+BIASED = replace(GREEDY, biases=True)
+
 
 def reference_penalties(logits, prompt, output, repetition, presence, frequency):
     """As vLLM documents them, one token at a time, in float64."""
@@ -95,7 +97,7 @@ def test_min_tokens_bans_stop_ids_until_then():
     logits[:, [2, 0, 9]] = [10.0, 9.0, 8.0]
     stops = {"temperature": 0, "stop_ids": (0, 2)}
     state = rows_of(stops | {"min_tokens": 3}, stops, stops | {"min_tokens": 3, "num_generated": 2})
-    for variant in (GREEDY, FULL):
+    for variant in (BIASED, FULL):
         tokens, _ = roll(state, jnp.asarray(logits), jnp.arange(3), 5, variant)
         assert np.asarray(tokens).T.tolist() == [[9, 9, 9, 2, 2], [2] * 5, [9, 2, 2, 2, 2]]
     random = rows_of(stops | {"min_tokens": 50, "temperature": 1.0})
@@ -113,7 +115,7 @@ def test_logit_bias_is_added_before_penalties():
     plain = {"temperature": 0}
     biased = plain | {"logit_bias": {5: 2.5, V - 1: -100.0}}
     state = rows_of(biased, plain, biased | {"repetition_penalty": 2.0})
-    for variant, last in ((GREEDY, [5, 5, 5]), (FULL, [5, 3, 5])):
+    for variant, last in ((BIASED, [5, 5, 5]), (FULL, [5, 3, 5])):
         tokens, _ = roll(state, jnp.asarray(logits), jnp.arange(3), 3, variant)
         assert np.asarray(tokens).T.tolist() == [[5, 5, 5], [3, 3, 3], last]
 
