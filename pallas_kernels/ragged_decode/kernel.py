@@ -14,7 +14,6 @@ results repeat bit for bit. The counters are part of the plan and are zero again
 import dataclasses
 import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -194,8 +193,6 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
 
 def _compute(cfg: Config, refs: _Refs) -> None:
     """The computing warpgroup: items without entries, then the share from its back."""
-    if not cfg.interpreted and os.environ.get("PDL"):
-        plgpu.griddepcontrol_wait()
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
