@@ -120,6 +120,7 @@ class Runner:
             dtype=cache_dtype,
         )
         self.num_rows = num_rows
+        self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves
         self.cache: Cache
         self.sampler: SamplerState
         self.compilations = 0  # since warm-up, of the thread that claimed this runner
@@ -208,20 +209,10 @@ class Runner:
         )
         return Handles(sequences, tokens, logprobs, ids_, tops, prompt)
 
-    @staticmethod
-    def _variant(sequences: list[Sequence]) -> Variant:
+    def _variant(self, sequences: list[Sequence]) -> Variant:
         if any(s.sampling.logprobs is not None for s in sequences):
             return VARIANTS[2]
-        plain = (s.sampling for s in sequences)
-        greedy = all(
-            p.greedy
-            and p.repetition_penalty == 1.0
-            and p.presence_penalty == 0.0
-            and p.frequency_penalty == 0.0
-            and not p.min_tokens
-            and not p.logit_bias
-            for p in plain
-        )
+        greedy = all(self._greedy[s.state.row] for s in sequences if s.state is not None)
         return GREEDY if greedy else FULL
 
     # RowOperations
@@ -261,6 +252,7 @@ class Runner:
             last_token=sequence.tokens[-1],
         )
         self.sampler = sampling.set_row(self.sampler, row, params)
+        self._greedy[row] = sampling.needed_variant(params) == GREEDY
         # Whole, not chunk by chunk: part of it may never be prefilled here (a stored session, a preemption before).
         if p.repetition_penalty != 1.0:
             self._mark(sampling.mark_prompt, row, sequence.tokens[: sequence.prompt_length])
