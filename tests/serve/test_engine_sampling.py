@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tangram_jax.sampling import FULL, GREEDY
 from tests.serve.tiny_engine import (
     CONFIG,
     RUNNING,
@@ -111,6 +112,28 @@ def test_logit_bias_changes_one_request_alone(engine):
     assert engine.answer(prompt, logit_bias={7: 100.0}, max_tokens=12, ignore_eos=True).tokens == [7] * 12
     assert other.wait()[0].tokens == free
     assert not set(free) & set(banned.wait()[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "variant"),
+    [
+        ({}, GREEDY),
+        ({"top_p": 0.5, "seed": 3}, GREEDY),
+        ({"temperature": 0.7}, FULL),
+        ({"logit_bias": {3: 1.0}}, FULL),
+        ({"min_tokens": 2}, FULL),
+        ({"frequency_penalty": 0.5}, FULL),
+    ],
+    ids=str,
+)
+def test_greedy_requests_are_spared_what_they_do_not_need(engine, sampling, variant, monkeypatch):
+    seen = []
+    run = engine.runner._sample
+    monkeypatch.setattr(
+        engine.runner, "_sample", lambda *x, variant: seen.append(variant) or run(*x, variant=variant)
+    )
+    engine.answer(tokens_of(9), max_tokens=4, **sampling)
+    assert set(seen) == {variant}
 
 
 def test_stop_tokens_end_a_choice(engine):
