@@ -12,7 +12,9 @@ operations become one kernel, what is copied and how much temporary memory a ste
 """
 
 import argparse
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,6 +46,16 @@ device_description_str: "NVIDIA H200"
 """
 NO_KERNEL = ("parameter", "constant", "get-tuple-element", "bitcast", "tuple")
 BYTES = {"bf16": 2, "f16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1, "s64": 8, "u64": 8}
+
+
+@contextlib.contextmanager
+def as_on_hopper() -> Iterator[None]:
+    """What asks for the device is told that it is a Hopper GPU."""
+    with (
+        mock.patch.object(jax, "default_backend", lambda: "gpu"),
+        mock.patch.object(support, "check_device", lambda *_: None),
+    ):
+        yield
 
 
 def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
@@ -82,11 +94,7 @@ def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
         rest = Decode(jnp.arange(decode), tokens) if decode else None
         return step(params, config, plan, tj.get_scorer(scorer), cache, part, rest)
 
-    # What asks for the device is told that it is a Hopper GPU.
-    with (
-        mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(support, "check_device", lambda *_: None),
-    ):
+    with as_on_hopper():
         traced = jax.jit(run, donate_argnums=1).trace(
             params, cache, abstract((chunk,), jnp.int32), abstract((decode,), jnp.int32)
         )

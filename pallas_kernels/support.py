@@ -25,8 +25,8 @@ def check_attention(
     page_size = pool_shape[3]
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
-    if group > MAX_GROUP:
-        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes up to {MAX_GROUP}")
+    if not 1 <= group <= MAX_GROUP:
+        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes 1 to {MAX_GROUP}")
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
     if pool_dtype not in ("bfloat16", "float16"):

@@ -147,8 +147,8 @@ def write(
     """Write the first candidates of `order` and the trailing window into the row's pages, and set its counts.
 
     `order` i32[M, Hp, C] from `select`, `tail_kv` [2, M, Hp, tail capacity, D] from `read_tail`, `keys` and `values` of
-    each layer [T, K, D]. Entries beyond what the pages hold are never written: the plan's law
-    gives the count, the reservation the pages.
+    each layer [T, K, D]. Entries beyond what the pages hold are never written: the plan's law gives the count, the
+    reservation the pages.
     """
     size, layout = plan.page_size, cache.layout
     row, slots = what.row, what.positions.shape[0]

@@ -1,7 +1,7 @@
 """Sampling on the device: penalties, temperature, filters, a seed per request, logprobs. Nothing is read back.
 
-A `SamplerState` holds one row for each request. A token depends on its row's logits, parameters, seed
-and number of tokens generated, and on nothing else: not on the row, nor on what else is in the batch.
+A `SamplerState` holds one row for each request. A token depends on its row's logits, parameters, seed and number of
+tokens generated, and on nothing else: not on the row, nor on what else is in the batch.
 
 Meaning and order are vLLM's: min_tokens' ban and logit_bias, then penalties (repetition over prompt and output, presence and
 frequency over output), temperature, min-p, top-k, top-p; logprobs are those of the raw logits.
@@ -24,7 +24,7 @@ from jax import Array
 from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
-MAX_BIASES = 300  # tokens with a logit bias in one request, as many as OpenAI takes
+MAX_BIASES = 300  # tokens with a logit bias in one request
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy
 _IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
 _MAX_COUNT = _IN_PROMPT - 1

@@ -78,8 +78,7 @@ def step(
             attended, lse = chunk_attention(layer, by_head[:size], k[:size], v[:size], config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
-                flat = (size, config.num_heads)
-                scores.add(layer, q[:size], k[:size], v[:size], lse.reshape(flat))
+                scores.add(layer, q[:size], k[:size], v[:size], lse.reshape(size, config.num_heads))
         if slots:
             # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
             qkv = jnp.concatenate([by_head[size:], k[size:, :, None], v[size:, :, None]], axis=2)

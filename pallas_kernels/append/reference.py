@@ -26,7 +26,7 @@ def append_reference(
     number = jnp.take_along_axis(table, jnp.where(inside, first + index, 0), axis=1)  # [B, M]
     there = inside & (number >= 0)
     at = jnp.where(there, number, num_pages).T[None, :, None]  # [1, M, 1, B]
-    stacked = jnp.stack([jnp.stack([x[:, :, at] for x in new]) for at in (-2, -1)])  # [2, L, B, K, D]
+    stacked = jnp.stack([jnp.stack([x[:, :, which] for x in new]) for which in (-2, -1)])  # [2, L, B, K, D]
     by_head = stacked.swapaxes(2, 3)
     by_head = by_head.reshape(2, -1, *by_head.shape[3:])[:, np.maximum(heads, 0)]  # [2, M, Hp, B, D]
     # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.

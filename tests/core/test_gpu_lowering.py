@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
+from benchmarks.gpu_program import as_on_hopper
 from models.testing import random_params, tiny_config
-from pallas_kernels import support
 
 CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """What asks for the device is told that it is a Hopper GPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(support, "check_device", lambda *_: None)
+def hopper():
+    with as_on_hopper():
+        yield
 
 
 def lowered(function, *args, **kwargs) -> str:

@@ -42,9 +42,8 @@ def test_gaussian_logits(options, ctas):
     case = make_gaussian(**options)
     fine = 8 if case.arrays[0].dtype == jnp.float16 else 1
     error, norm_error = gaussian_error(gaussian.gaussian_logits_reference(*case.arrays, **case.options), case)
-    assert (
-        error < 0.03 / fine
-    )  # of logits of size 1 to 3, because turned queries and covariances have 16 bits
+    # Of logits of size 1 to 3, because turned queries and covariances have 16 bits.
+    assert error < 0.03 / fine
     assert norm_error < 1e-6
     got = run_kernels(case, INTERPRET, ctas)
     assert not gpu_callbacks.get_races().races_found
