@@ -4,6 +4,7 @@
   python -m benchmarks.gpu_program --decode 1            of one
   python -m benchmarks.gpu_program --chunk 512           with a chunk of 512 beside them
   python -m benchmarks.gpu_program --decode 0 --chunk 2048 --scorer snapkv --least-mb 1
+  python -m benchmarks.gpu_program --sampling full       the sampling of 32 rows, or `greedy`
 
 Needs the CUDA plugin of JAX (`pip install jax-cuda13-plugin`), no GPU and no driver. The compiler chooses tiles and
 splits by its cost model instead of trying them out, so products may be split otherwise than on a device; which
@@ -28,6 +29,7 @@ import tangram_jax as tj
 from benchmarks.decode_step import LLAMA_8B, ragged
 from models.params import map_specs, param_specs
 from pallas_kernels import support
+from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
 from tangram_jax.step import Chunk, Decode, step
 
 H200 = """
@@ -58,8 +60,8 @@ def as_on_hopper() -> Iterator[None]:
         yield
 
 
-def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
-    """The compiled program of one `tj.step` of Llama-3.1-8B's shape at retention 0.25, nothing of it allocated."""
+def h200() -> NamedSharding:
+    """Where the arrays of a program for one H200 lie. Exits where JAX's CUDA plugin is not installed."""
     jax.devices()  # finds the plugin
     try:
         topology = topologies.get_topology_desc("one", "cuda", target_config=H200, topology="1x1x1")
@@ -68,7 +70,28 @@ def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
         raise SystemExit(
             f"This needs JAX's CUDA plugin: pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
         ) from error
-    where = NamedSharding(Mesh(np.array(topology.devices), ("gpu",)), PartitionSpec())
+    return NamedSharding(Mesh(np.array(topology.devices), ("gpu",)), PartitionSpec())
+
+
+def compiled(traced: Any) -> Any:
+    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def compiled_sampling(rows: int, variant: Variant) -> Any:
+    """The compiled program that samples a token for each of so many rows of Llama-3.1-8B's vocabulary."""
+    where, vocab = h200(), LLAMA_8B.vocab_size
+    given = jax.eval_shape(
+        lambda: (jnp.zeros((rows, vocab)), init_sampler(rows + 1, vocab), jnp.zeros(rows, jnp.int32))
+    )
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), given)
+    return compiled(
+        jax.jit(sample, static_argnames="variant", donate_argnums=1).trace(*given, variant=variant)
+    )
+
+
+def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
+    """The compiled program of one `tj.step` of Llama-3.1-8B's shape at retention 0.25, nothing of it allocated."""
+    where = h200()
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
@@ -98,7 +121,7 @@ def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
         traced = jax.jit(run, donate_argnums=1).trace(
             params, cache, abstract((chunk,), jnp.int32), abstract((decode,), jnp.int32)
         )
-    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return compiled(traced)
 
 
 def kernels(text: str) -> list[tuple[str, str, int, str]]:
@@ -124,11 +147,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--decode", type=int, default=32, help="requests that decode")
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk of one more request")
+    parser.add_argument(
+        "--sampling", choices=("greedy", "full"), help="instead, the sampling of their tokens"
+    )
     parser.add_argument("--scorer", default="expected_attention")
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # for everything but the program, also where there is a GPU
-    program = compiled_step(args.layers, args.chunk, args.decode, args.scorer)
+    if args.sampling:
+        program = compiled_sampling(args.decode, GREEDY if args.sampling == "greedy" else FULL)
+    else:
+        program = compiled_step(args.layers, args.chunk, args.decode, args.scorer)
     listed = kernels(program.as_text())
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:
