@@ -65,7 +65,7 @@ def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
 def measure(
     params: Any, config: ModelConfig, batch: int, tokens: int, retention: float, args: Any, roof: float
 ) -> dict:
-    plan = tj.CachePlan.build(ragged(config, retention), 4, args.page_size)
+    plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size)
     needed = batch * plan.pages(tokens, 64)
     page_bytes = plan.page_bytes(config.head_dim, 2)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
@@ -81,7 +81,7 @@ def measure(
     for row in range(batch):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
     cache = cache.replace(tokens=jnp.full(batch, tokens, jnp.int32))
-    rows = np.arange(batch, dtype=np.int32)
+    rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
     @partial(jax.jit, donate_argnums=1)
     def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
@@ -144,8 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--heads-per-page", type=int, default=4)
     parser.add_argument("--pool-gib", type=float, default=60.0)
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    parser.add_argument(
+        "--empty-slots", type=int, default=0, help="decode slots without a request, beside the others"
+    )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()

@@ -132,13 +132,13 @@ def busy(
 
     kernels = trace_kernels(run)
     if names:
-        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:12]:
+        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:20]:
             print(f"      {sum(times) / CALLS:9.1f} us {len(times) / CALLS:6.1f} x  {name[:90]}")
     temporary = program.memory_analysis().temp_size_in_bytes / 2**30
     return sum(sum(times) for times in kernels.values()) / CALLS, temporary
 
 
-def step_us(case: Case, params: Any, scorer: Scorer) -> tuple[float, float]:
+def step_us(case: Case, params: Any, scorer: Scorer, names: bool) -> tuple[float, float]:
     """(us of all kernels, GiB of temporary memory) of a whole prefill step."""
     tokens = jnp.arange(case.chunk, dtype=jnp.int32)
 
@@ -149,7 +149,7 @@ def step_us(case: Case, params: Any, scorer: Scorer) -> tuple[float, float]:
         )  # fmt: skip
         return out, after.replace(tokens=cache.tokens, tail=cache.tail)
 
-    return busy(case, run, (params, tokens), names=False)
+    return busy(case, run, (params, tokens), names)
 
 
 def layer_us(case: Case) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def main() -> None:
         params = random_weights(case.config)
         for path, forced in (("xla", xla_path), ("kernels", nullcontext)):
             with forced():
-                us, temporary = step_us(case, params, tj.get_scorer(args.scorer))
+                us, temporary = step_us(case, params, tj.get_scorer(args.scorer), args.names)
             rows.append({"tail": 0, "path": path, "part": "whole step", "us": us, "temp_gib": temporary})
             print(f"whole prefill step, {path:8} {us:9.1f} us, {temporary:.3f} GiB")
     if args.out:

@@ -127,7 +127,12 @@ class Runner:
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
         self._step = jax.jit(self._step_program, static_argnames="all_logits", donate_argnums=1)
-        self._sample = jax.jit(sampling.sample, static_argnames="variant", donate_argnums=1)
+        self._sample = jax.jit(
+            sampling.sample,
+            static_argnames="variant",
+            donate_argnums=1,
+            compiler_options=sampling.compiler_options(),
+        )
         self.reset()
 
     def claim(self) -> None:

@@ -26,6 +26,8 @@ from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
 MAX_BIASES = 300  # tokens with a logit bias in one request
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy
+# What XLA puts into CUDA graphs: what it does by default, and loops and branches.
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 _IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
 _MAX_COUNT = _IN_PROMPT - 1
 
@@ -258,6 +260,15 @@ def last_tokens(state: SamplerState, rows: Array) -> Array:
     return state.ints.at[rows, Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
 
 
+def compiler_options() -> dict[str, str] | None:
+    """For `jax.jit` of a program that samples with filters: keeps its loops on the device.
+
+    The searches behind top-k and top-p end as soon as their rows are decided. By default XLA on a GPU hands the condition of
+    such a loop to the host, which waits for all that was dispatched before. As part of a CUDA graph it stays on the device.
+    """
+    return {"xla_gpu_enable_command_buffer": _IN_GRAPHS} if jax.default_backend() == "gpu" else None
+
+
 def sample(
     logits: Array, state: SamplerState, rows: Array, *, variant: Variant = FULL
 ) -> tuple[Array, Array | None, Array | None, Array | None, SamplerState]:
@@ -265,7 +276,8 @@ def sample(
 
     Returns (tokens i32[B], logprobs f32[B], top_ids i32[B, Kt], top_logprobs f32[B, Kt], state); the three in the
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
-    Give a padding row a number of `num_rows` or more; its results mean nothing. `variant` is static under jit.
+    Give a padding row a number of `num_rows` or more; its results mean nothing. `variant` is static under jit, which wants
+    `compiler_options()`.
     """
     logits = logits.astype(jnp.float32)
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)

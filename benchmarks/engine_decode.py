@@ -1,0 +1,183 @@
+"""What the engine adds to a decode step: scheduling, sampling and reading tokens, Llama-3.1-8B's shape, random weights.
+
+  python -m benchmarks.engine_decode                              32 requests of 8K at retention 0.25 on one Hopper GPU
+  python -m benchmarks.engine_decode --requests 1 --shape small   one request, SmolLM2-135M's shape
+
+Per kind of sampling: the time between two tokens of a request while all of them decode, and its ratio to the decode step
+alone (`benchmarks.decode_step`, same run, same budgets, its pool not larger than needed). Random weights make flat logits,
+so that top-p 0.9 keeps tens of thousands of tokens; at temperature 0.05 it keeps few, as it does for a real model.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import decode_step
+from benchmarks.gpu_timing import read_roof
+from models.config import ModelConfig
+from models.registry import LoadedModel
+from serve.args import ServeConfig
+from serve.build import build_engine
+from serve.engine import Engine
+from serve.request import GenerationRequest, SamplingParams, TokenOutput
+from tangram_jax import sampling
+
+SMALL = ModelConfig(
+    name="smollm2-135m",
+    vocab_size=49_152,
+    num_layers=30,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_positions=8192,
+    rope_theta=100_000.0,
+)
+SHAPES = {"llama-8b": decode_step.LLAMA_8B, "small": SMALL}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "top-k 20, top-p 0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "top-p 0.9, peaked": {"temperature": 0.05, "top_p": 0.9},
+    "top-p 0.9, flat": {"temperature": 1.0, "top_p": 0.9},
+}
+
+
+class Times:
+    """Collects when each request's tokens came."""
+
+    def __init__(self, requests: int) -> None:
+        self.at: list[list[float]] = [[] for _ in range(requests)]
+        self.began, self.done = threading.Event(), threading.Event()
+        self.errors: list[str] = []
+        self._left = requests
+
+    def receiver(self, i: int) -> Any:
+        def receive(output: TokenOutput) -> None:
+            if output.token_id is not None:
+                self.at[i].append(time.perf_counter())
+                if not self.began.is_set() and all(self.at):
+                    self.began.set()
+            if output.finish_reason:
+                if output.error:
+                    self.errors.append(output.error)
+                self._left -= 1
+                if not self._left:
+                    self.done.set()
+
+        return receive
+
+    def interval(self) -> float:
+        """Median seconds between two tokens while all requests decode."""
+        start, end = max(a[0] for a in self.at), min(a[-1] for a in self.at)
+        steps = [t for t in self.at[0] if start < t < end]
+        return float(np.median(np.diff(steps)))
+
+
+def run(engine: Engine, prompts: np.ndarray, steps: int, params: dict[str, Any]) -> dict[str, Any]:
+    """All prompts at once; they decode together for `steps` tokens after the last one's prefill."""
+    times = Times(len(prompts))
+    began = time.perf_counter()
+    # Prompts are prefilled one after another: the first ones decode meanwhile, so they need more tokens.
+    extra = -(-prompts.size // 256)
+    for i, prompt in enumerate(prompts):
+        how = SamplingParams(max_tokens=steps + extra, ignore_eos=True, seed=i, **params)
+        request = GenerationRequest(request_id=str(i), prompt_ids=prompt.tolist(), sampling=how)
+        engine.submit(request, times.receiver(i))
+    while not times.began.wait(1.0) and not times.done.is_set():
+        pass
+    prefill = time.perf_counter() - began
+    while not times.errors and min(len(a) for a in times.at) < steps:
+        time.sleep(0.05)
+    for i in range(len(prompts)):
+        engine.abort(str(i))
+    while engine.stats().requests_running or engine.stats().requests_waiting:
+        time.sleep(0.05)
+    if times.errors:
+        raise RuntimeError(times.errors[0])
+    return {"ms": times.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--context", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--retention", type=float, default=0.25)
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
+    parser.add_argument("--scorer", default="snapkv")
+    parser.add_argument("--plain", action="store_true", help="sampling without sampling.compiler_options()")
+    parser.add_argument("--out", help="write the rows to this JSON file")
+    args = parser.parse_args()
+    config = SHAPES[args.shape]
+    if args.layers:
+        config = config.replace(num_layers=args.layers)
+    roof = read_roof() * 1e9 if jax.default_backend() == "gpu" else 1e10
+    params = decode_step.random_weights(config)
+    heads = 4 if config.num_kv_heads % 4 == 0 else 1
+    alone = decode_step.measure(
+        params, config, args.requests, args.context, args.retention,
+        argparse.Namespace(page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False),
+        roof,
+    )  # fmt: skip
+    print(
+        f"{jax.devices()[0].device_kind}: decode step alone {alone['ms']} ms, {alone['ratio']} of its floor"
+    )
+    engine = start(config, params, args, heads)
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))
+    rows = []
+    for name in args.sampling:
+        row = {"sampling": name} | run(engine, prompts, args.steps, SAMPLING[name])
+        row["ratio"] = row["ms"] / alone["ms"]
+        rows.append(row)
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    engine.stop()
+    if args.out:
+        what = {"device": jax.devices()[0].device_kind, "arguments": vars(args), "alone": alone, "rows": rows}
+        Path(args.out).write_text(json.dumps(what, indent=1) + "\n")
+
+
+def start(config: ModelConfig, params: Any, args: argparse.Namespace, heads: int) -> Engine:
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        profile = decode_step.ragged(config, args.retention)
+        profile.save(file.name)
+        served = ServeConfig(
+            model=config.name,
+            profile=file.name,
+            max_num_seqs=args.requests,
+            max_num_batched_tokens=args.chunk,
+            max_model_len=args.context + 2048,
+            page_size=args.page_size,
+            heads_per_page=heads,
+            min_entries=0,
+            prefix_cache=False,
+            scorer=args.scorer,
+            dtype="bfloat16",
+        )
+        model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
+        with mock.patch.object(sampling, "compiler_options", lambda: None) if args.plain else nullcontext():
+            built = build_engine(served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu")
+    print(built.summary, flush=True)
+    built.engine.start()
+    return built.engine
+
+
+if __name__ == "__main__":
+    main()
