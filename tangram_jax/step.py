@@ -53,6 +53,10 @@ def step(
     Returns (logits f32[R, V], cache): the logits after the chunk's last valid token first (with `all_logits` those of
     all T chunk tokens), then those of the B decode tokens. The rows' pages must be reserved; no row may be in both.
     """
+    # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
+    alone = decode is not None and not chunk and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
+    if alone and decode:
+        decode = Decode(jnp.append(decode.rows, cache.num_rows), jnp.append(decode.tokens, 0))
     tokens, positions, logits_at = _flatten(cache, chunk, decode, all_logits)
     size = 0 if chunk is None else chunk.tokens.shape[0]
     before = _chunk_state(plan, cache, chunk) if chunk else None
@@ -98,7 +102,7 @@ def step(
     if slots:
         with jax.named_scope("append"):
             cache = append(plan, cache, slots, new)
-    return logits, cache
+    return logits[:1] if alone else logits, cache
 
 
 def prefill_chunk(

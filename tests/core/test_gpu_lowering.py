@@ -53,9 +53,10 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
     )  # fmt: skip
     # Attention, writing, and the window's sums or the model's moments and logits.
     assert kernels(text) == (3 if scorer == "snapkv" else 4)
-    text = lowered(
-        lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
-        params, cache, rows=np.zeros(8, np.int32), tokens=np.zeros(8, np.int32),
-    )  # fmt: skip
-    assert kernels(text) == 2  # attention, appending
+    for batch in (1, 8):
+        text = lowered(
+            lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
+            params, cache, rows=np.zeros(batch, np.int32), tokens=np.zeros(batch, np.int32),
+        )  # fmt: skip
+        assert kernels(text) == 2  # attention, appending
     assert not caplog.records  # nothing was left to XLA with a warning
