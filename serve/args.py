@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Cluster = Literal["layer", "model", "adjacent"]
@@ -16,6 +16,17 @@ SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 API_KEY_VARIABLE = "TANGRAM_API_KEY"
+
+
+class Batching(NamedTuple):
+    """How much runs at once; see the fields of these names in ServeConfig."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+
+ON_CPU, ON_GPU = Batching(16, 512, 16), Batching(128, 8192, 64)
 
 
 class ConfigError(ValueError):
@@ -32,9 +43,9 @@ class ServeConfig:
     max_model_len: int | None = None  # tokens; None: the model's
     seed: int = 0
 
-    max_num_seqs: int = 16  # requests (choices) that run at once
-    max_num_batched_tokens: int = 512  # tokens of one engine step
-    page_size: int = 16  # entries of a page
+    max_num_seqs: int | None = None  # requests (choices) that run at once
+    max_num_batched_tokens: int | None = None  # tokens of one engine step
+    page_size: int | None = None  # entries of a page
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -85,7 +96,7 @@ class ServeConfig:
             for flag, value, low, high in ranges
             if value is not None and not low <= value <= high
         ]
-        if self.page_size not in (4, 8, 16, 32, 64, 128, 256):
+        if self.page_size not in (None, 4, 8, 16, 32, 64, 128, 256):
             faults.append(f"--block-size is {self.page_size}: write a power of two from 4 to 256, e.g. 16")
         for flag, fraction in (
             ("--retention", self.retention),
@@ -129,13 +140,22 @@ class ServeConfig:
             )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             faults.append("--num-pages and --kv-cache-memory say the same thing: write one of them")
-        if 1 <= self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and requests is not None and 1 <= tokens < requests:
             faults.append(
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) is below --max-num-seqs "
-                f"({self.max_num_seqs}), so that not every running request gets a token in a step: write at least "
-                f"{self.max_num_seqs}"
+                f"--max-num-batched-tokens ({tokens}) is below --max-num-seqs ({requests}), so that not every running "
+                f"request gets a token in a step: write at least {requests}"
             )
         return faults
+
+    def on(self, machine: Batching) -> Batching:
+        """What was asked for, the rest as `machine` has it, so that every running request gets a token in a step."""
+        requests, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        return Batching(
+            requests or min(machine.max_num_seqs, tokens or machine.max_num_seqs),
+            tokens or max(machine.max_num_batched_tokens, requests or 1),
+            self.page_size or machine.page_size,
+        )
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -187,14 +207,19 @@ def make_parser() -> argparse.ArgumentParser:
     budget.add_argument("--min-entries", type=int, metavar="N", help="entries that each head keeps at least")
 
     memory = parser.add_argument_group("batch and memory")
+    by_machine = "(default {0} on a CPU, {1} on a GPU)"
     memory.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help=f"requests at once (default {default.max_num_seqs})"
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help=f"requests at once {by_machine.format(ON_CPU.max_num_seqs, ON_GPU.max_num_seqs)}",
     )
     memory.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of one step, the chunk of prefill included (default {default.max_num_batched_tokens})",
+        help="tokens of one step, the chunk of prefill included "
+        + by_machine.format(ON_CPU.max_num_batched_tokens, ON_GPU.max_num_batched_tokens),
     )
     memory.add_argument(
         "--block-size",
@@ -202,7 +227,7 @@ def make_parser() -> argparse.ArgumentParser:
         dest="page_size",
         type=int,
         metavar="N",
-        help="entries of a page (default 16)",
+        help=f"entries of a page {by_machine.format(ON_CPU.page_size, ON_GPU.page_size)}",
     )
     memory.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool")
     memory.add_argument(

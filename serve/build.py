@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from calibrate import shipped_profile
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
-from serve.args import ConfigError, ServeConfig
+from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.engine import Engine
 from serve.runner import Buckets, Runner
 from serve.scheduler import Limits
@@ -88,10 +88,11 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         )
     max_model_len = config.max_model_len or longest
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
+    batching = config.on(ON_GPU if on_gpu else ON_CPU)
     plan = CachePlan.build(
         choose_profile(config, shape, model.name),
         heads_per_page=config.heads_per_page or _heads_per_page(shape.num_kv_heads),
-        page_size=config.page_size,
+        page_size=batching.page_size,
         cluster=cast(Cluster, config.cluster),
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
     )
@@ -102,7 +103,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         config.kv_cache_bytes // page_bytes
         if config.kv_cache_bytes
         else _pages_that_fit(
-            config, model.params, page_bytes, largest * (config.max_num_seqs + stored), on_gpu
+            config, model.params, page_bytes, largest * (batching.max_num_seqs + stored), on_gpu
         )
     )
     if num_pages < largest:
@@ -116,7 +117,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
             )
         log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
         max_model_len = fits
-    buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens, plan.window, max_model_len)
+    buckets = make_buckets(*batching[:2], plan.window, max_model_len)
     runner = Runner(
         model.params,
         shape,
@@ -124,13 +125,13 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         get_scorer(config.scorer),
         buckets,
         num_pages=num_pages,
-        num_rows=config.max_num_seqs + stored,
+        num_rows=batching.max_num_seqs + stored,
         max_model_len=max_model_len,
         max_tail=tail,
         cache_dtype=dtype,
     )
     limits = Limits(
-        max_running=config.max_num_seqs,
+        max_running=batching.max_num_seqs,
         max_stored=stored,
         max_model_len=max_model_len,
         max_tail=tail,
@@ -145,7 +146,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         f"{model.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
         f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB; "
-        f"{config.max_num_seqs} requests at once, {stored} stored"
+        f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
     return Built(engine, model, plan, summary)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from serve.args import ConfigError, ServeConfig, make_parser, parse_args, parse_bytes
+from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig, make_parser, parse_args, parse_bytes
 
 
 def test_defaults_are_those_of_the_dataclass(monkeypatch):
@@ -52,7 +52,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--gpu-memory-utilization 1.5", "at most 1, e.g. 0.015 for 1.5%"),
         ("--block-size 17", "--block-size is 17: write a power of two from 4 to 256, e.g. 16"),
         ("--max-num-seqs 0", "--max-num-seqs is 0: write a number from 1 to 65536"),
-        ("--max-num-seqs 600", "write at least 600"),
+        ("--max-num-seqs 600 --max-num-batched-tokens 512", "write at least 600"),
         ("--max-model-len -1", "--max-model-len is -1"),
         ("--port 70000", "from 0 to 65535"),
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
@@ -76,6 +76,20 @@ def test_faults_say_what_to_write(argv, message, capsys):
         parse_args(argv.split())
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "on_cpu", "on_gpu"),
+    [
+        ("", (16, 512, 16), (128, 8192, 64)),
+        ("--max-num-seqs 600 --block-size 32", (600, 600, 32), (600, 8192, 32)),
+        ("--max-num-batched-tokens 64", (16, 64, 16), (64, 64, 64)),
+        ("--max-num-seqs 4 --max-num-batched-tokens 100", (4, 100, 16), (4, 100, 64)),
+    ],
+)
+def test_what_runs_at_once_is_chosen_by_machine_unless_given(argv, on_cpu, on_gpu):
+    config = parse_args(argv.split())
+    assert (config.on(ON_CPU), config.on(ON_GPU)) == (on_cpu, on_gpu)
 
 
 def test_all_faults_at_once():
