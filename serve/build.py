@@ -152,13 +152,17 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
 
 
 def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len: int) -> Buckets:
-    """Few shapes, at most four times apart: every chunk and batch runs in the next larger one."""
+    """Few shapes, at most four times apart: every chunk and batch runs in the next larger one.
+
+    Batches beyond 16 are twice apart: a GPU takes 8% longer for products with 64 tokens than with 32, but only 3% longer for
+    a step of 16 tokens than of 4.
+    """
     least = -(-window // 8) * 8
     most = max(min(max_tokens, max_model_len), least)
     # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
-    fours = (4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs)
-    batches = {*fours, max(1, max_num_seqs // 2), max_num_seqs}
+    twos = (2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs)
+    batches = {*(n for n in twos if n not in (2, 8)), max(1, max_num_seqs // 2), max_num_seqs}
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
