@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 import time
+from functools import partial
 
 import jax
 from rich.console import Console
@@ -17,7 +18,7 @@ from serve.server import make_server
 
 
 def main() -> int:
-    """Exit status: 0 after a clean shutdown, 2 for a configuration that cannot work."""
+    """Exit status: 0 after a clean shutdown, 1 if the device was lost, 2 for a configuration that cannot work."""
     began = time.perf_counter()
     config = parse_args()
     console = Console(stderr=True)
@@ -57,9 +58,11 @@ def main() -> int:
         log_level=config.log_level,
         shutdown_timeout=config.shutdown_timeout,
     )
+    built.engine.on_failure = partial(setattr, server, "should_exit", True)
+    server.should_exit = built.engine.failed  # before there was a server to tell
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
         server.run()
-    return 0
+    return int(built.engine.failed)
 
 
 if __name__ == "__main__":

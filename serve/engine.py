@@ -36,7 +36,11 @@ class _UnderWay:
 
 
 class Engine:
-    """Implements EngineProtocol. `start` compiles, then serves from its own thread until `stop`."""
+    """Implements EngineProtocol. `start` compiles, then serves from its own thread until `stop`.
+
+    It lives through failed steps. Where the device cannot be used any more it ends by itself: `failed` is true then, and
+    `on_failure` is called, from the engine's thread, once all requests have got their error.
+    """
 
     def __init__(
         self, runner: Runner, limits: Limits, *, num_pages: int, max_waiting: int = 4096, seed: int = 0
@@ -46,12 +50,14 @@ class Engine:
         self._random = random.Random(seed)
         self._scheduler = Scheduler(runner.plan, limits, num_pages, runner)
         self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(threading.RLock())
         self._sequences: dict[str, list[Sequence]] = {}
         self._under_way: deque[_UnderWay] = deque()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._ready = False
+        self._ready = False  # whether requests are taken in; changed under `_wake`
+        self.failed = False
+        self.on_failure: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._totals = {"steps": 0, "prompt": 0, "generated": 0}
         self._retired = Counter[str]()  # counters of schedulers before the present one
@@ -76,12 +82,13 @@ class Engine:
 
     def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         """See EngineProtocol."""
-        if not self.ready or self._stopping:
-            raise EngineUnavailable("the engine is not running")
         if len(self._sequences) >= self._max_waiting:
             raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens)
-        self._tell(lambda: self._add(request, on_output))
+        with self._wake:
+            if not self.ready or self._stopping:
+                raise EngineUnavailable("the engine is not running")
+            self._tell(lambda: self._add(request, on_output))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineProtocol. Ending one choice keeps its row for the next turn, ending the request does not."""
@@ -127,11 +134,27 @@ class Engine:
                 self._obey()
                 self.step()
             except Exception as error:
-                self._recover(error)
-        self._obey()  # what came too late ends like the rest
+                if not self._recover(error):
+                    break
+        with self._wake:
+            self._ready = False  # nothing is taken in from here on, so that nobody waits for nothing
+        while self._commands:
+            try:
+                self._obey()
+            except Exception:  # e.g. to give back a row of a device that is lost
+                log.exception("A command failed while the engine stops")
+        if self.failed:
+            self._end_all("error", "the engine has lost its device and stops")
+            self.on_failure()
+        else:
+            self._end_all("abort")
+
+    def _end_all(self, reason: FinishReason, message: str | None = None) -> None:
+        """What runs or waits ends; the rows are not looked after."""
         for sequences in list(self._sequences.values()):
             for sequence in sequences:
-                self._emit(sequence, TokenOutput(choice=sequence.choice, finish_reason="abort"))
+                output = TokenOutput(choice=sequence.choice, finish_reason=reason, error=message)
+                self._emit(sequence, output)
         self._sequences.clear()
 
     def _obey(self) -> None:
@@ -157,21 +180,21 @@ class Engine:
             self._read(self._under_way.popleft())
         self._update_stats()
 
-    def _recover(self, error: Exception) -> None:
-        """A step failed on the device: everything in the cache is lost, the engine is not."""
+    def _recover(self, error: Exception) -> bool:
+        """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back."""
         log.exception("A step failed; all running requests end with an error")
         self._under_way.clear()
-        message = f"the engine failed while running this request: {type(error).__name__}"
-        for sequences in list(self._sequences.values()):
-            for sequence in sequences:
-                self._emit(
-                    sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=message)
-                )
-        self._sequences.clear()
+        self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
         self._retired.update(self._scheduler.counters)
-        self._runner.reset()
+        try:
+            self._runner.reset()
+        except Exception:  # a GPU whose context is lost fails at everything from now on
+            log.critical("The device cannot be used any more: the engine stops", exc_info=True)
+            self.failed = True
+            return False
         self._scheduler = Scheduler(self._runner.plan, self._limits, self._num_pages, self._runner)
         self._update_stats()
+        return True
 
     def _add(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         if request.request_id in self._sequences:

@@ -144,13 +144,13 @@ class Runner:
         self.compilations += threading.get_ident() == self._thread
 
     def reset(self) -> None:
-        """Forget every row: an empty cache and sampler."""
+        """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("cache", None)
         self.__dict__.pop("sampler", None)
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
         fresh = self._new_cache(), sampling.init_sampler(self.num_rows, self.config.vocab_size)
-        self.cache, self.sampler = jax.device_put(fresh, self._device)
+        self.cache, self.sampler = jax.block_until_ready(jax.device_put(fresh, self._device))
 
     # Programs
 
@@ -280,7 +280,6 @@ class Runner:
             jax.block_until_ready(call())
         yield "reset"
         self.reset()
-        jax.block_until_ready((self.cache.pool, self.sampler.seen))
         self.compilations = 0
 
     def _programs(self) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,7 @@
 """The engine with a real (tiny) model: at full retention it says what dense attention says, whatever else goes on."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +186,39 @@ def test_a_device_failure_ends_what_runs_and_nothing_else(engine, monkeypatch, c
     assert "out of memory on the device" in caplog.text
     assert engine.engine.ready
     assert engine.answer(tokens_of(30), max_tokens=20).tokens == greedy(tokens_of(30), 20)
+
+
+def test_a_lost_device_ends_the_engine_and_everyone_hears_of_it(monkeypatch, caplog):
+    with tiny_engine() as tiny:
+        told = threading.Event()
+        tiny.engine.on_failure = told.set
+        running = tiny.ask(tokens_of(20), max_tokens=200)
+        running.wait_for_tokens(3)
+        late = []
+
+        def fail(*args, **kwargs):
+            # Asked for while the engine finds out: it must not wait for ever.
+            late.append(tiny.ask(tokens_of(9), max_tokens=5))
+            raise RuntimeError("the context is lost")
+
+        monkeypatch.setattr(tiny.runner, "_step", fail)
+        monkeypatch.setattr(tiny.runner, "_new_cache", fail)
+        monkeypatch.setattr(tiny.runner, "release", fail)
+        assert (
+            running.wait()[0].outputs[-1].error
+            == "the engine failed while running this request: RuntimeError"
+        )
+        assert told.wait(10)
+        assert len(late) == 2
+        for asked in late:
+            assert asked.wait()[0].outputs[-1].error == "the engine has lost its device and stops"
+        assert tiny.engine.failed
+        assert not tiny.engine.ready
+        with pytest.raises(EngineUnavailable, match="not running"):
+            tiny.ask(tokens_of(5))
+        assert "The device cannot be used any more" in caplog.text
+        monkeypatch.undo()
+        tiny.runner.reset()
 
 
 def test_a_receiver_that_fails_does_not_disturb_the_others(engine, caplog):
