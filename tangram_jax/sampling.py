@@ -26,7 +26,7 @@ from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
 MAX_BIASES = 300  # tokens with a logit bias in one request
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy
-# What XLA puts into CUDA graphs: what it does by default, and loops and branches.
+# What XLA puts into CUDA graphs: what it does by default, and loops.
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 _IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
 _MAX_COUNT = _IN_PROMPT - 1
@@ -345,7 +345,7 @@ def _bias(logits: Array, state: SamplerState, rows: Array, ints: Array) -> Array
     def ids_of(ids: Array, there: Array) -> Array:
         return jnp.where(there, ids.at[rows].get(mode="fill", fill_value=vocab), vocab)
 
-    with jax.named_scope("bias"):  # without a branch: on a GPU the host would have to wait for its condition
+    with jax.named_scope("bias"):  # without a branch: XLA would copy all logits for it
         ids = ids_of(state.bias_ids, jnp.arange(MAX_BIASES) < ints[:, Ints.BIASES, None])
         biases = state.biases.at[rows].get(mode="fill", fill_value=0)
         logits = logits.at[batch, ids].add(biases, mode="drop")
