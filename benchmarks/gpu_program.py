@@ -9,7 +9,8 @@
 Needs the CUDA plugin of JAX (`pip install jax-cuda13-plugin`), no GPU and no driver. The compiler chooses tiles and
 splits by its cost model instead of trying them out, so products may be split otherwise than on a device; which
 operations become one kernel, what is copied and how much temporary memory a step needs is what the device gets.
-`mpmd_map` is a kernel of ours; so is `dynamic_slice_fusion`, which reads a part of an array where it lies.
+`mpmd_map` is a kernel of ours; so is `dynamic_slice_fusion`, which reads a part of an array where it lies. For the
+condition of a loop of unknown length the host waits, unless loops are recorded in CUDA graphs (`sampling.compiler_options`).
 """
 
 import argparse
@@ -140,6 +141,12 @@ def kernels(text: str) -> list[tuple[str, str, int, str]]:
     return found
 
 
+def open_loops(text: str) -> list[str]:
+    """Where the loops of a program come from whose number of rounds only the device knows."""
+    loops = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
+    return [match[1] for line in loops if (match := re.search(r'op_name="([^"]*)"', line))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,6 +169,8 @@ def main() -> None:
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:
             print(f"{size / 1e6:9.2f} MB  {name[:34]:34} {shape[:44]:44} {origin[-60:]}")
+    for origin in open_loops(program.as_text()):
+        print(f"a loop of unknown length: {origin}")
     temporary = program.memory_analysis().temp_size_in_bytes
     print(f"{len(listed)} kernels and copies, temporary memory {temporary / 1e6:.1f} MB")
 

@@ -1,6 +1,6 @@
 """The list of kernels that `benchmarks.gpu_program` reads off a compiled program."""
 
-from benchmarks.gpu_program import kernels
+from benchmarks.gpu_program import kernels, open_loops
 
 PROGRAM = """
 %fused (p: bf16[2]) -> bf16[2] {
@@ -22,3 +22,9 @@ def test_kernels_of_a_program():
         ("both.1", "(bf16[4,8], s32[3])", 76, "jit(f)/x/mul"),
         ("copy-it", "f32[]", 4, ""),
     ]
+
+
+def test_loops_whose_length_only_the_device_knows():
+    loop = '%while.{0} = (s32[]) while(%x), condition=%c, body=%b, metadata={{op_name="jit(f)/{0}/while"}}'
+    known = loop.format("known") + ', backend_config={"known_trip_count":{"n":"10"}}'
+    assert open_loops("\n".join([loop.format("open"), known, "%y = while_not(%x)"])) == ["jit(f)/open/while"]
