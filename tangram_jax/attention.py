@@ -171,7 +171,8 @@ def _causal(rows: jax.Array, k: jax.Array, v: jax.Array, group: int, scale: floa
     for start in range(0, k.shape[0], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, k.shape[0])
         scores = _product(rows[start * group : stop * group], k[:stop].T) * scale
-        visible = np.arange(stop) <= np.repeat(np.arange(start, stop), group)[:, None]
+        # Compared by the program: as constants of it, the masks of 8192 tokens take a gigabyte a layer.
+        visible = lax.iota(jnp.int32, stop) <= np.repeat(np.arange(start, stop), group)[:, None]
         scores = jnp.where(visible, scores, NEVER)
         top = scores.max(-1)
         weights = jnp.exp(scores - top[:, None])

@@ -12,6 +12,8 @@ import tangram_jax as tj
 from models.attention import dense_attend
 from models.testing import random_params, tiny_config
 from models.transformer import forward
+from tangram_jax.attention import chunk_attention
+from tangram_jax.pages import LayerPages
 
 CONFIG = tiny_config(num_layers=2)
 PARAMS = random_params(CONFIG, 0)
@@ -270,6 +272,16 @@ def test_the_pool_is_never_copied():
     ]
     for program in compiled:
         assert program.memory_analysis().temp_size_in_bytes < cache.pool.nbytes / 4
+
+
+def test_the_mask_of_a_large_chunk_is_no_constant_of_the_program():
+    q, kv = jnp.zeros((2048, 4, 2, 16)), jnp.zeros((2048, 4, 16))
+    zeros = np.zeros(4, np.int32)
+    pages = LayerPages(
+        jnp.zeros((4, 2, 4, 8, 16)), jnp.zeros((1, 16), jnp.int32), jnp.asarray(zeros[None]), zeros, zeros
+    )
+    lowered = jax.jit(lambda q, kv: chunk_attention(q, kv, kv, pages, 0.25)).lower(q, kv)
+    assert len(lowered.as_text()) < 2**20
 
 
 def test_a_plan_for_another_model_is_refused():
