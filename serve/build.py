@@ -26,7 +26,10 @@ TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
 CHUNKS = (32, 128, 512, 2048, 8192)
 CPU_POOL_SHARE, CPU_POOL_MOST = 0.25, 2 << 30  # of the free memory; bytes
-GPU_RESERVE = 2 << 30  # bytes for activations and the compiler beside weights and pool
+GPU_RESERVE = 2 << 30  # bytes for everything beside weights, pool and what a chunk's tokens need
+MOST_SCORED = (
+    512  # tokens of a chunk whose logits are all computed: a gigabyte for 2048 of a large vocabulary
+)
 
 log = logging.getLogger("tangram.engine")
 
@@ -97,15 +100,17 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
     )
     stored = config.max_stored_sessions if config.prefix_cache else 0
-    page_bytes = plan.page_bytes(shape.head_dim, jnp.dtype(dtype).itemsize)
+    itemsize = jnp.dtype(dtype).itemsize
+    page_bytes = plan.page_bytes(shape.head_dim, itemsize)
     largest = row_layout(plan, max_model_len, tail).width
-    num_pages = config.num_pages or (
-        config.kv_cache_bytes // page_bytes
-        if config.kv_cache_bytes
-        else _pages_that_fit(
-            config, model.params, page_bytes, largest * (batching.max_num_seqs + stored), on_gpu
+    num_pages = config.num_pages or (config.kv_cache_bytes or 0) // page_bytes
+    if not (config.num_pages or config.kv_cache_bytes):
+        chunk = chunk_bytes(shape, min(batching.max_num_batched_tokens, max_model_len), itemsize)
+        budget = (
+            _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
         )
-    )
+        # Never more than all rows can fill.
+        num_pages = max(1, min(budget // page_bytes, largest * (batching.max_num_seqs + stored)))
     if num_pages < largest:
         # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
         fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
@@ -167,7 +172,7 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
         batches=tuple(sorted(batches)),
-        prompt_logprobs=mixed[-1],
+        prompt_logprobs=max(c for c in mixed if c <= max(MOST_SCORED, least)),
     )
 
 
@@ -176,16 +181,23 @@ def _heads_per_page(num_kv_heads: int) -> int:
     return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
 
 
-def _pages_that_fit(config: ServeConfig, params: Any, page_bytes: int, enough: int, on_gpu: bool) -> int:
-    """Pages of the default pool, never more than all rows can fill."""
-    if on_gpu:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        budget = config.gpu_memory_utilization * stats.get("bytes_limit", 0)
-        budget -= sum(x.nbytes for x in jax.tree.leaves(params)) + GPU_RESERVE
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(free * CPU_POOL_SHARE, CPU_POOL_MOST)
-    return max(1, min(int(budget // page_bytes), enough))
+def chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
+    """What a prefill step of so many tokens needs: their keys and values of all layers twice, and a layer's inner values."""
+    kept = model.num_layers * model.num_kv_heads * model.head_dim
+    return 4 * tokens * itemsize * (kept + model.intermediate_size)
+
+
+def _free_on_gpu(utilization: float, params: Any, chunk: int) -> int:
+    """Bytes for the pool."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    return int(utilization * stats.get("bytes_limit", 0)) - weights - chunk - GPU_RESERVE
+
+
+def _free_on_cpu() -> int:
+    """Bytes for the pool."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * CPU_POOL_SHARE), CPU_POOL_MOST)
 
 
 def _longest_that_fits(plan: CachePlan, num_pages: int, tail: int, most: int) -> int:
