@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from functools import partial
@@ -59,11 +60,16 @@ def main() -> int:
         shutdown_timeout=config.shutdown_timeout,
     )
     built.engine.on_failure = partial(setattr, server, "should_exit", True)
-    server.should_exit = built.engine.failed  # before there was a server to tell
+    if built.engine.failed:  # before there was a server to tell
+        server.should_exit = True
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
         server.run()
     return int(built.engine.failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == 1:  # without JAX's own cleaning up, which cannot work on a lost device
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -145,6 +145,7 @@ class Engine:
                 log.exception("A command failed while the engine stops")
         if self.failed:
             self._end_all("error", "the engine has lost its device and stops")
+            self._stats = replace(self._stats, requests_running=0, requests_waiting=0)
             self.on_failure()
         else:
             self._end_all("abort")

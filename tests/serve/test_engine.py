@@ -1,6 +1,7 @@
 """The engine with a real (tiny) model: at full retention it says what dense attention says, whatever else goes on."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +204,6 @@ def test_a_lost_device_ends_the_engine_and_everyone_hears_of_it(monkeypatch, cap
 
         monkeypatch.setattr(tiny.runner, "_step", fail)
         monkeypatch.setattr(tiny.runner, "_new_cache", fail)
-        monkeypatch.setattr(tiny.runner, "release", fail)
         assert (
             running.wait()[0].outputs[-1].error
             == "the engine failed while running this request: RuntimeError"
@@ -219,6 +219,33 @@ def test_a_lost_device_ends_the_engine_and_everyone_hears_of_it(monkeypatch, cap
         assert "The device cannot be used any more" in caplog.text
         monkeypatch.undo()
         tiny.runner.reset()
+
+
+def test_a_command_that_fails_at_the_end_leaves_nobody_waiting(monkeypatch, caplog):
+    with tiny_engine() as tiny:
+        running = tiny.ask(tokens_of(20), max_tokens=200)
+        running.wait_for_tokens(3)
+        step, entered, leave = tiny.engine.step, threading.Event(), threading.Event()
+
+        def wait_and_step():
+            entered.set()
+            assert leave.wait(30)
+            step()
+
+        monkeypatch.setattr(tiny.engine, "step", wait_and_step)
+        assert entered.wait(30)
+        monkeypatch.setattr(tiny.engine, "_abort", lambda *_: 1 / 0)
+        running.abort()
+        late = tiny.ask(tokens_of(9), max_tokens=5)
+        stopping = threading.Thread(target=tiny.engine.stop)
+        stopping.start()
+        while not tiny.engine._stopping:
+            time.sleep(0.01)
+        leave.set()
+        assert [a.wait()[0].finish_reason for a in (running, late)] == ["abort", "abort"]
+        stopping.join()
+        assert "A command failed while the engine stops" in caplog.text
+    tiny.runner.reset()
 
 
 def test_a_receiver_that_fails_does_not_disturb_the_others(engine, caplog):

@@ -1,8 +1,13 @@
 """Sampling through the engine with a tiny model: seeds, penalties, logprobs, and what ends a choice."""
 
+from unittest import mock
+
+import jax
 import numpy as np
 import pytest
 
+from benchmarks.gpu_program import as_on_hopper
+from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY
 from tests.serve.tiny_engine import (
     CONFIG,
@@ -12,6 +17,7 @@ from tests.serve.tiny_engine import (
     greedy,
     log_softmax,
     tiny_engine,
+    tiny_runner,
     tokens_of,
 )
 
@@ -186,3 +192,13 @@ def test_penalties_survive_preemption():
         assert small.engine.stats().preemptions_total >= 1
         small.forget()
     assert pieces == whole
+
+
+def test_on_a_gpu_the_loops_of_sampling_are_recorded_in_graphs():
+    with as_on_hopper(), mock.patch.object(jax, "jit", wraps=jax.jit) as jit:
+        options = sampling.compiler_options()
+        tiny_runner.__wrapped__("full")
+    (made,) = (call for call in jit.call_args_list if call.args and call.args[0] is sampling.sample)
+    assert options is not None
+    assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
+    assert made.kwargs["compiler_options"] == options

@@ -15,6 +15,7 @@ from tests.serve.http_server import wait_until
 # The real program around the scripted engine: nothing is loaded or compiled.
 PROGRAM = """
 import sys
+import threading
 from types import SimpleNamespace
 import serve.__main__ as program
 from models.testing import tiny_tokenizer
@@ -30,7 +31,7 @@ class Engine(FakeEngine):
             return super().submit(request, on_output)
         self.failed = True
         on_output(TokenOutput(finish_reason="error", error="lost"))
-        self.on_failure()
+        threading.Thread(target=self.on_failure).start()
 
 model = SimpleNamespace(name="tiny", tokenizer=tiny_tokenizer())
 program.build = lambda config: SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine")
