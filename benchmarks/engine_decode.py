@@ -1,7 +1,7 @@
 """What the engine adds to a decode step: scheduling, sampling and reading tokens, Llama-3.1-8B's shape, random weights.
 
   python -m benchmarks.engine_decode                              32 requests of 8K at retention 0.25 on one Hopper GPU
-  python -m benchmarks.engine_decode --requests 1 --shape small   one request, SmolLM2-135M's shape
+  python -m benchmarks.engine_decode --requests 1 --shape small --context 4000     one request, SmolLM2-135M's shape
 
 Per kind of sampling: the time between two tokens of a request while all of them decode, and its ratio to the decode step
 alone (`benchmarks.decode_step`, same run, same budgets, its pool not larger than needed). Random weights make flat logits,
@@ -84,14 +84,12 @@ class Times:
         return float(np.median(np.diff(steps)))
 
 
-def run(engine: Engine, prompts: np.ndarray, steps: int, params: dict[str, Any]) -> dict[str, Any]:
-    """All prompts at once; they decode together for `steps` tokens after the last one's prefill."""
+def run(engine: Engine, prompts: np.ndarray, steps: int, most: int, params: dict[str, Any]) -> dict[str, Any]:
+    """All prompts at once; they decode together for `steps` tokens after the last one's prefill, `most` in all."""
     times = Times(len(prompts))
     began = time.perf_counter()
-    # Prompts are prefilled one after another: the first ones decode meanwhile, so they need more tokens.
-    extra = -(-prompts.size // 256)
     for i, prompt in enumerate(prompts):
-        how = SamplingParams(max_tokens=steps + extra, ignore_eos=True, seed=i, **params)
+        how = SamplingParams(max_tokens=most, ignore_eos=True, seed=i, **params)
         request = GenerationRequest(request_id=str(i), prompt_ids=prompt.tolist(), sampling=how)
         engine.submit(request, times.receiver(i))
     while not times.began.wait(1.0) and not times.done.is_set():
@@ -99,13 +97,21 @@ def run(engine: Engine, prompts: np.ndarray, steps: int, params: dict[str, Any])
     prefill = time.perf_counter() - began
     while not times.errors and min(len(a) for a in times.at) < steps:
         time.sleep(0.05)
+    if times.errors:
+        raise RuntimeError(times.errors[0])
     for i in range(len(prompts)):
         engine.abort(str(i))
     while engine.stats().requests_running or engine.stats().requests_waiting:
         time.sleep(0.05)
-    if times.errors:
-        raise RuntimeError(times.errors[0])
     return {"ms": times.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
+
+
+def most_tokens(args: argparse.Namespace) -> int:
+    """Tokens that a request may generate: `steps`, and what the first ones get while the last ones' prompts are prefilled.
+
+    Prompts are prefilled one after another, beside decode in chunks of a quarter of the largest; twice as many for safety.
+    """
+    return args.steps + 2 * args.requests * -(-args.context // min(2048, max(args.chunk // 4, 32)))
 
 
 def main() -> None:
@@ -128,6 +134,9 @@ def main() -> None:
     config = SHAPES[args.shape]
     if args.layers:
         config = config.replace(num_layers=args.layers)
+    longest = args.context + most_tokens(args)
+    if longest > config.max_positions:
+        parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")
     params = decode_step.random_weights(config)
     heads = 4 if config.num_kv_heads % 4 == 0 else 1
     alone = decode_step.measure(
@@ -140,7 +149,7 @@ def main() -> None:
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))
     rows = []
     for name in args.sampling:
-        row = {"sampling": name} | run(engine, prompts, args.steps, SAMPLING[name])
+        row = {"sampling": name} | run(engine, prompts, args.steps, most_tokens(args), SAMPLING[name])
         row["ratio"] = row["ms"] / alone["ms"]
         rows.append(row)
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -164,7 +173,7 @@ def start(config: ModelConfig, params: Any, args: argparse.Namespace, heads: int
             profile=file.name,
             max_num_seqs=args.requests,
             max_num_batched_tokens=args.chunk,
-            max_model_len=args.context + 2048,
+            max_model_len=args.context + most_tokens(args),
             page_size=args.page_size,
             heads_per_page=heads,
             min_entries=0,

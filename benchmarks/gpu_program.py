@@ -144,7 +144,8 @@ def kernels(text: str) -> list[tuple[str, str, int, str]]:
 def open_loops(text: str) -> list[str]:
     """Where the loops of a program come from whose number of rounds only the device knows."""
     loops = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
-    return [match[1] for line in loops if (match := re.search(r'op_name="([^"]*)"', line))]
+    names = [re.search(r'op_name="([^"]*)"', line) for line in loops]
+    return [name[1] if name else "unnamed" for name in names]
 
 
 def main() -> None:
@@ -170,7 +171,9 @@ def main() -> None:
         if size >= args.least_mb * 1e6:
             print(f"{size / 1e6:9.2f} MB  {name[:34]:34} {shape[:44]:44} {origin[-60:]}")
     for origin in open_loops(program.as_text()):
-        print(f"a loop of unknown length: {origin}")
+        print(
+            f"a loop of unknown length{' (the server has it in a CUDA graph)' * bool(args.sampling)}: {origin}"
+        )
     temporary = program.memory_analysis().temp_size_in_bytes
     print(f"{len(listed)} kernels and copies, temporary memory {temporary / 1e6:.1f} MB")
 

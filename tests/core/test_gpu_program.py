@@ -27,4 +27,8 @@ def test_kernels_of_a_program():
 def test_loops_whose_length_only_the_device_knows():
     loop = '%while.{0} = (s32[]) while(%x), condition=%c, body=%b, metadata={{op_name="jit(f)/{0}/while"}}'
     known = loop.format("known") + ', backend_config={"known_trip_count":{"n":"10"}}'
-    assert open_loops("\n".join([loop.format("open"), known, "%y = while_not(%x)"])) == ["jit(f)/open/while"]
+    bare = loop.format("bare").split(", metadata")[0]
+    assert open_loops("\n".join([loop.format("open"), known, "%y = while_not(%x)", bare])) == [
+        "jit(f)/open/while",
+        "unnamed",
+    ]
