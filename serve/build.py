@@ -27,9 +27,8 @@ MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing
 CHUNKS = (32, 128, 512, 2048, 8192)
 CPU_POOL_SHARE, CPU_POOL_MOST = 0.25, 2 << 30  # of the free memory; bytes
 GPU_RESERVE = 2 << 30  # bytes for everything beside weights, pool and what a chunk's tokens need
-MOST_SCORED = (
-    512  # tokens of a chunk whose logits are all computed: a gigabyte for 2048 of a large vocabulary
-)
+# Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
+MOST_SCORED = 512
 
 log = logging.getLogger("tangram.engine")
 
@@ -103,14 +102,15 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
     itemsize = jnp.dtype(dtype).itemsize
     page_bytes = plan.page_bytes(shape.head_dim, itemsize)
     largest = row_layout(plan, max_model_len, tail).width
-    num_pages = config.num_pages or (config.kv_cache_bytes or 0) // page_bytes
-    if not (config.num_pages or config.kv_cache_bytes):
-        chunk = chunk_bytes(shape, min(batching.max_num_batched_tokens, max_model_len), itemsize)
-        budget = (
-            _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
-        )
+    if config.num_pages:
+        num_pages = config.num_pages
+    elif config.kv_cache_bytes:
+        num_pages = config.kv_cache_bytes // page_bytes
+    else:
+        chunk = _chunk_bytes(shape, min(batching.max_num_batched_tokens, max_model_len), itemsize)
+        free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
         # Never more than all rows can fill.
-        num_pages = max(1, min(budget // page_bytes, largest * (batching.max_num_seqs + stored)))
+        num_pages = max(1, min(free // page_bytes, largest * (batching.max_num_seqs + stored)))
     if num_pages < largest:
         # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
         fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
@@ -166,8 +166,8 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
     most = max(min(max_tokens, max_model_len), least)
     # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
-    twos = (2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs)
-    batches = {*(n for n in twos if n not in (2, 8)), max(1, max_num_seqs // 2), max_num_seqs}
+    sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))
+    batches = {*(n for n in sizes if n < max_num_seqs), max(1, max_num_seqs // 2), max_num_seqs}
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
@@ -181,8 +181,11 @@ def _heads_per_page(num_kv_heads: int) -> int:
     return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
 
 
-def chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
-    """What a prefill step of so many tokens needs: their keys and values of all layers twice, and a layer's inner values."""
+def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Bytes for a prefill step of so many tokens: their keys and values of all layers twice, and a layer's inner values.
+
+    Read off programs compiled for an H200 (`benchmarks.gpu_program --decode 0 --chunk N --layers L`).
+    """
     kept = model.num_layers * model.num_kv_heads * model.head_dim
     return 4 * tokens * itemsize * (kept + model.intermediate_size)
 
