@@ -11,10 +11,9 @@ order and writes the result. Signals go only to CTAs of a higher number, so noth
 results repeat bit for bit. The counters are part of the plan and are zero again when the kernel ends.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -23,76 +22,26 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_decode import device_ops
 from pallas_kernels.ragged_decode import plan as P
-from pallas_kernels.ragged_decode.tuning import Tuning
+from pallas_kernels.ragged_decode.common import Config, Item, Refs, f32, i32
+from pallas_kernels.ragged_decode.load import load
 
 LOG2E = math.log2(math.e)
 LOW = -1e30  # below every logit, and finite: exp2(LOW - m) is 0, never NaN
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-i32, f32 = jnp.int32, jnp.float32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything static. `queries` is G rounded up to a multiple of 8: the columns of the matrix products."""
-
-    kv_heads: int
-    group: int
-    queries: int
-    head_dim: int
-    page: int
-    unit: int  # entries between possible borders of shares
-    block: int  # entries of a tile
-    num_shares: int
-    merge_unroll: int
-    scale: float
-    soft_cap: float | None
-    has_sinks: bool
-    has_new: bool
-    fused: bool
-    interpreted: bool
-    tuning: Tuning
-
-    @property
-    def pages(self) -> int:
-        return self.block // self.page
-
-    @property
-    def slots(self) -> int:
-        return self.tuning.num_slots(self.head_dim, self.block)
-
-
-class _Refs(NamedTuple):
-    layer: Any  # i32[1]
-    share: Any  # i32[L, W, SHARE_COLUMNS]
-    item: Any  # i32[L, items + 1, ITEM_COLUMNS]
-    sync: Any  # i32[L, W, SYNC_STRIDE]
-    table: Any  # i32[B * R]
-    q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
-    pool: Any  # [num_pages, 2, Hp, P, D]
-    sinks: Any  # f32[K, Gp], times log2(e)
-    out: Any  # [items, G, D]
-    lse: Any  # f32[items, Gp]
-    part: Any  # f32[W, D, Gp] (2 W if merged outside)
-    part_ml: Any  # f32[W, 2, Gp]
-    q_s: Any = None  # [Gp, D]
-    kv_s: Any = None  # [slots, block, D]
-    p_s: Any = None  # [Gp, block]
-    full: Any = None
-    free: Any = None
 
 
 def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     inputs, rest = list(refs[:7]), list(refs[7:])
     inputs.append(rest.pop(0) if cfg.has_sinks else None)
-    gmem = _Refs(*inputs, *rest)
+    gmem = Refs(*inputs, *rest)
 
     def body(*smem: Any) -> None:
-        refs = gmem._replace(**dict(zip(_Refs._fields[-5:], smem, strict=True)))
+        refs = gmem._replace(**dict(zip(Refs._fields[-5:], smem, strict=True)))
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(functools.partial(_compute, cfg, refs))
-        pl.when(wg == 1)(functools.partial(_load, cfg, refs))
+        pl.when(wg == 1)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     pl.run_scoped(
@@ -106,92 +55,12 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     )
 
 
-class _Item(NamedTuple):
-    """One item and the part of it that belongs to this share."""
-
-    begin: Any  # units
-    stop: Any
-    length: Any  # entries
-    number: Any  # b * K + k
-
-    def piece(self, cfg: Config, start: Any, end: Any) -> tuple[Any, Any, Any]:
-        """First entry of the piece, the entry after its last, its tiles."""
-        base = (jnp.maximum(start, self.begin) - self.begin) * cfg.unit
-        limit = jnp.minimum((jnp.minimum(end, self.stop) - self.begin) * cfg.unit, self.length)
-        return base, limit, lax.div(limit - base + (cfg.block - 1), i32(cfg.block))
-
-
-def _load(cfg: Config, refs: _Refs) -> None:
-    """The loading warpgroup: the pages of the share, tile by tile."""
-    cta, layer = lax.axis_index("cta"), refs.layer[0]
-    start, end, first, last = (
-        refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
-    )
-    columns = (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER, P.OFFSET, P.COLUMN)
-    begin, stop, length, number, offset, column = (refs.share[layer, cta, column] for column in columns)
-    slots, most = i32(cfg.slots), refs.table.shape[0] - 1
-
-    def page_numbers(offset: Any, entry: Any, limit: Any) -> tuple[Any, ...]:
-        page, last_page = lax.div(entry, i32(cfg.page)), lax.div(limit - 1, i32(cfg.page))
-        at = (jnp.clip(offset + jnp.minimum(page + u, last_page), 0, most) for u in range(cfg.pages))
-        return tuple(refs.table[x] for x in at)
-
-    @pl.when(end > start)
-    def _() -> None:
-        item = _Item(begin, stop, length, number)
-        base, limit, _ = item.piece(cfg, start, end)
-
-        def one_item(j: Any, carry: Any) -> Any:
-            done, item, offset, column, ids = carry
-            before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
-            begin, length, next_offset, next_column, number = (refs.item[layer, before, x] for x in range(5))
-            base, limit, tiles = item.piece(cfg, start, end)
-            next_item = _Item(begin, item.begin, length, number)
-            next_base, next_limit, _ = next_item.piece(cfg, start, end)
-
-            def one_tile(t: Any, ids: Any) -> Any:
-                more = t + 1 < tiles  # page numbers are read one tile ahead of their use, across items too
-                ahead = page_numbers(
-                    jnp.where(more, offset, next_offset),
-                    jnp.where(more, base + (t + 1) * cfg.block, next_base),
-                    jnp.where(more, limit, next_limit),
-                )
-                for kv in range(2):
-                    turn = 2 * (done + t) + kv
-                    slot = lax.rem(turn, slots)
-
-                    @pl.when(turn >= slots)
-                    def _(slot: Any = slot) -> None:
-                        plgpu.barrier_wait(refs.free.at[slot])
-
-                    for u, page in enumerate(ids):
-                        rows = refs.kv_s.at[slot, pl.ds(u * cfg.page, cfg.page)]
-                        plgpu.copy_gmem_to_smem(refs.pool.at[page, kv, column], rows, refs.full.at[slot])
-                return ahead
-
-            ids = lax.fori_loop(0, tiles, one_tile, ids)
-            return done + tiles, next_item, next_offset, next_column, ids
-
-        if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
-            ids = tuple(refs.share[layer, cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
-        else:
-            ids = page_numbers(offset, base, limit)
-        init = (i32(0), item, offset, column, ids)
-        done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
-        if cfg.interpreted:  # it wants every completion of a barrier to be seen
-            for slot in range(cfg.slots):
-
-                @pl.when(2 * done > slot)
-                def _(slot: int = slot) -> None:
-                    plgpu.barrier_wait(refs.free.at[slot])
-
-
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     """A value per query, repeated over the rows of [*, Gp]."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def _compute(cfg: Config, refs: _Refs) -> None:
+def _compute(cfg: Config, refs: Refs) -> None:
     """The computing warpgroup: items without entries, then the share from its back."""
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
@@ -273,11 +142,11 @@ def _compute(cfg: Config, refs: _Refs) -> None:
 
                 @pl.when(jnp.logical_not(has_head & has_tail))
                 def _() -> None:
-                    _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
+                    _leave_piece(cfg, refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
 
-            return done + tiles, _Item(begin, item.begin, length, number), next_q
+            return done + tiles, Item(begin, item.begin, length, number), next_q
 
-        init = (i32(0), _Item(begin, stop, length, number), _read_queries(cfg, refs, number))
+        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number))
         lax.fori_loop(0, last - first + 1, one_item, init)
 
 
@@ -298,14 +167,17 @@ def _logits(cfg: Config, s: Any) -> Any:
     return cfg.soft_cap * LOG2E * (1.0 - 2.0 / (e + 1.0))
 
 
-def _leave_piece(refs: _Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
-    refs.part.at[slot][...] = acc
+def _leave_piece(cfg: Config, refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
+    if cfg.fused:
+        device_ops.store_columns(acc, refs.part.at[slot])
+    else:
+        refs.part.at[slot][...] = acc
     refs.part_ml.at[slot, 0][...] = m
     refs.part_ml.at[slot, 1][...] = norm
 
 
 def _fused(
-    cfg: Config, refs: _Refs, item: _Item, q: Any, acc: Any, m: Any, norm: Any, new: Any,
+    cfg: Config, refs: Refs, item: Item, q: Any, acc: Any, m: Any, norm: Any, new: Any,
     has_head: Any, has_tail: Any, hand_to: Any, first_share: Any,
 ) -> None:  # fmt: skip
     """Hands a piece over, or folds in the pieces that other CTAs left and writes the item's result."""
@@ -314,7 +186,7 @@ def _fused(
 
     @pl.when(jnp.logical_not(has_tail))
     def _() -> None:
-        _leave_piece(refs, cta, acc, m, norm)
+        _leave_piece(cfg, refs, cta, acc, m, norm)
         device_ops.signal(refs.sync.at[layer, hand_to, 0])
 
     @pl.when(has_tail)
@@ -330,7 +202,7 @@ def _fused(
             pieces = []
             for k in (r * unroll + u for u in range(unroll)):
                 at = first_share + jnp.minimum(k, others - 1)
-                part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
+                part = device_ops.load_columns(refs.part.at[at], cfg.queries)
                 part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
                 part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
                 pieces.append((part, part_m + jnp.where(k < others, f32(0), f32(LOW)), part_norm))
@@ -349,7 +221,7 @@ def _fused(
         _finish(cfg, refs, item.number, q, acc_all, m_all, norm_all, new=new)
 
 
-def _read_queries(cfg: Config, refs: _Refs, number: Any) -> Any:
+def _read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
     """The item's queries, transposed: [D, Gp]. Columns from G on hold something finite."""
     if cfg.interpreted:
         queries = refs.q.at[number, pl.ds(0, cfg.queries)]
@@ -357,7 +229,7 @@ def _read_queries(cfg: Config, refs: _Refs, number: Any) -> Any:
     return device_ops.load_transposed(refs.q.at[number, pl.ds(0, cfg.group)], cfg.queries)
 
 
-def _read_new(cfg: Config, refs: _Refs, number: Any) -> Any:
+def _read_new(cfg: Config, refs: Refs, number: Any) -> Any:
     """The current token's key and value, f32[D] each; read early, used when the item ends."""
     if not cfg.has_new:
         return None
@@ -368,7 +240,7 @@ def _read_new(cfg: Config, refs: _Refs, number: Any) -> Any:
     )
 
 
-def _finish(cfg: Config, refs: _Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, *, new: Any) -> None:
+def _finish(cfg: Config, refs: Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, *, new: Any) -> None:
     """Adds the sink and the current token, normalises, writes."""
     shape = (cfg.head_dim, cfg.queries)
 

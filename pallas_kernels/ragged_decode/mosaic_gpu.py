@@ -13,7 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_decode.kernel import LOG2E, Config, kernel_body
+from pallas_kernels.ragged_decode.common import Config
+from pallas_kernels.ragged_decode.kernel import LOG2E, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
 from pallas_kernels.ragged_decode.plan import DecodePlan
 from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
@@ -64,12 +65,15 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         operands.append(padded)
 
     fused = merge == "fused"
-    pieces = plan.num_shares * (1 if fused else 2)
+    # A piece without the columns that only pad G: those who merge many read half as much at G = 4.
+    piece = (
+        (plan.num_shares, head_dim, group + group % 2) if fused else (2 * plan.num_shares, head_dim, queries)
+    )
     shapes = [
         jax.ShapeDtypeStruct((items, group, head_dim), out_dtype),
         jax.ShapeDtypeStruct((items, queries), f32),
-        jax.ShapeDtypeStruct((pieces, head_dim, queries), f32),
-        jax.ShapeDtypeStruct((pieces, 2, queries), f32),
+        jax.ShapeDtypeStruct(piece, f32),
+        jax.ShapeDtypeStruct((piece[0], 2, queries), f32),
     ]
     config = Config(
         kv_heads=kv_heads,

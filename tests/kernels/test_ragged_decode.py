@@ -166,6 +166,14 @@ def test_shapes_in_the_interpreter(shape):
     check_interpreted(make_case([[300, 129], [64, 65]], **shape), num_shares=3)
 
 
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
+    """One share, so that every slot has been full before; pages a quarter, a half, three quarters and wholly full."""
+    part = page_size // 4
+    lengths = [[600, 256 + part], [256 + part + 1, 2 * part + 1], [3 * part + 1, 1]]
+    check_interpreted(make_case(lengths, head_dim=64, page_size=page_size), num_shares=1)
+
+
 @pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}, {"num_shares": 1}], ids=str)
 def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)

@@ -18,10 +18,14 @@ def test_batches_are_at_most_four_times_apart_and_twice_beyond_16(requests, batc
     [
         (512, 8192, (32, 128), 512, 128),
         (8192, 131_072, (32, 128, 512, 2048), 8192, 512),
-        (8192, 1000, (32, 128, 512), 1000, 512),
+        (8192, 1000, (32, 128, 512), 1024, 512),
+        (1000, 8192, (32, 128, 512), 960, 512),
+        (60, 8192, (32,), 56, 32),
         (16, 8192, (32,), 32, 32),
     ],
 )
-def test_chunks_hold_a_window_and_no_more_than_the_longest_request(tokens, length, mixed, largest, scored):
+def test_chunks_hold_a_window_and_little_more_than_the_longest_request(
+    tokens, length, mixed, largest, scored
+):
     buckets = make_buckets(4, tokens, 32, length)
     assert (buckets.mixed_chunks, buckets.largest_chunk, buckets.prompt_logprobs) == (mixed, largest, scored)

@@ -1,0 +1,81 @@
+"""What the parts of the ragged decode kernel share: its static configuration, its buffers, and the items it works on."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_decode.tuning import Tuning
+
+i32, f32 = jnp.int32, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything static. `queries` is G rounded up to a multiple of 8: the columns of the matrix products."""
+
+    kv_heads: int
+    group: int
+    queries: int
+    head_dim: int
+    page: int
+    unit: int  # entries between possible borders of shares
+    block: int  # entries of a tile
+    num_shares: int
+    merge_unroll: int
+    scale: float
+    soft_cap: float | None
+    has_sinks: bool
+    has_new: bool
+    fused: bool
+    interpreted: bool
+    tuning: Tuning
+
+    @property
+    def pages(self) -> int:
+        return self.block // self.page
+
+    @property
+    def granule(self) -> int:
+        """Entries to which the load of a page that is not full is rounded up: each count is a load of its own."""
+        return max(16, self.page // 4)
+
+    @property
+    def slots(self) -> int:
+        return self.tuning.num_slots(self.head_dim, self.block)
+
+
+class Refs(NamedTuple):
+    layer: Any  # i32[1]
+    share: Any  # i32[L, W, SHARE_COLUMNS]
+    item: Any  # i32[L, items + 1, ITEM_COLUMNS]
+    sync: Any  # i32[L, W, SYNC_STRIDE]
+    table: Any  # i32[B * R]
+    q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
+    pool: Any  # [num_pages, 2, Hp, P, D]
+    sinks: Any  # f32[K, Gp], times log2(e)
+    out: Any  # [items, G, D]
+    lse: Any  # f32[items, Gp]
+    part: Any  # f32[W, D, Ge], Ge: G rounded up to an even number; f32[2 W, D, Gp] if merged outside
+    part_ml: Any  # f32[W, 2, Gp]
+    q_s: Any = None  # [Gp, D]
+    kv_s: Any = None  # [slots, block, D]
+    p_s: Any = None  # [Gp, block]
+    full: Any = None
+    free: Any = None
+
+
+class Item(NamedTuple):
+    """One item and the part of it that belongs to this share."""
+
+    begin: Any  # units
+    stop: Any
+    length: Any  # entries
+    number: Any  # b * K + k
+
+    def piece(self, cfg: Config, start: Any, end: Any) -> tuple[Any, Any, Any]:
+        """First entry of the piece, the entry after its last, its tiles."""
+        base = (jnp.maximum(start, self.begin) - self.begin) * cfg.unit
+        limit = jnp.minimum((jnp.minimum(end, self.stop) - self.begin) * cfg.unit, self.length)
+        return base, limit, lax.div(limit - base + (cfg.block - 1), i32(cfg.block))

@@ -1,0 +1,105 @@
+"""The loading warpgroup of the ragged decode kernel."""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.ragged_decode import plan as P
+from pallas_kernels.ragged_decode.common import Config, Item, Refs, i32
+
+
+def load(cfg: Config, refs: Refs) -> None:
+    """The pages of the share, tile by tile."""
+    cta, layer = lax.axis_index("cta"), refs.layer[0]
+    start, end, first, last = (
+        refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
+    )
+    columns = (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER, P.OFFSET, P.COLUMN)
+    begin, stop, length, number, offset, column = (refs.share[layer, cta, column] for column in columns)
+    slots, most = i32(cfg.slots), refs.table.shape[0] - 1
+
+    def page_numbers(offset: Any, entry: Any, limit: Any) -> tuple[Any, ...]:
+        page, last_page = lax.div(entry, i32(cfg.page)), lax.div(limit - 1, i32(cfg.page))
+        at = (jnp.clip(offset + jnp.minimum(page + u, last_page), 0, most) for u in range(cfg.pages))
+        return tuple(refs.table[x] for x in at)
+
+    @pl.when(end > start)
+    def _() -> None:
+        item = Item(begin, stop, length, number)
+        base, limit, _ = item.piece(cfg, start, end)
+
+        def one_item(j: Any, carry: Any) -> Any:
+            done, item, offset, column, ids = carry
+            before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
+            begin, length, next_offset, next_column, number = (refs.item[layer, before, x] for x in range(5))
+            base, limit, tiles = item.piece(cfg, start, end)
+            next_item = Item(begin, item.begin, length, number)
+            next_base, next_limit, _ = next_item.piece(cfg, start, end)
+
+            def one_tile(t: Any, ids: Any) -> Any:
+                more = t + 1 < tiles  # page numbers are read one tile ahead of their use, across items too
+                ahead = page_numbers(
+                    jnp.where(more, offset, next_offset),
+                    jnp.where(more, base + (t + 1) * cfg.block, next_base),
+                    jnp.where(more, limit, next_limit),
+                )
+                for kv in range(2):
+                    turn = 2 * (done + t) + kv
+                    slot = lax.rem(turn, slots)
+
+                    @pl.when(turn >= slots)
+                    def _(slot: Any = slot) -> None:
+                        plgpu.barrier_wait(refs.free.at[slot])
+
+                    for u, page in enumerate(ids):
+                        # What a slot's first load leaves out would be read as whatever lay there: it is whole.
+                        held = limit - base - t * cfg.block - u * cfg.page
+                        _load_page(
+                            cfg, refs, page, kv, column, slot, u, jnp.where(turn < slots, cfg.page, held)
+                        )
+                return ahead
+
+            ids = lax.fori_loop(0, tiles, one_tile, ids)
+            return done + tiles, next_item, next_offset, next_column, ids
+
+        if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
+            ids = tuple(refs.share[layer, cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
+        else:
+            ids = page_numbers(offset, base, limit)
+        init = (i32(0), item, offset, column, ids)
+        done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
+        if cfg.interpreted:  # it wants every completion of a barrier to be seen
+            for slot in range(cfg.slots):
+
+                @pl.when(2 * done > slot)
+                def _(slot: int = slot) -> None:
+                    plgpu.barrier_wait(refs.free.at[slot])
+
+
+def _load_page(
+    cfg: Config, refs: Refs, page: Any, kv: int, column: Any, slot: Any, place: int, held: Any
+) -> None:
+    """The first `held` entries of a page or a few more: an item's last page is often half empty.
+
+    The rows that are not loaded keep finite values of an earlier tile; the weights there are zero.
+    """
+
+    def copy(count: int) -> None:
+        src = refs.pool.at[page, kv, column]
+        if count < cfg.page:
+            src = src.at[pl.ds(0, count)]
+        rows = refs.kv_s.at[slot, pl.ds(place * cfg.page, count)]
+        plgpu.copy_gmem_to_smem(src, rows, refs.full.at[slot])
+
+    def at_most(count: int) -> None:
+        if count == cfg.granule:
+            copy(count)
+            return
+        fewer = held <= count - cfg.granule
+        pl.when(jnp.logical_not(fewer))(lambda: copy(count))
+        pl.when(fewer)(lambda: at_most(count - cfg.granule))
+
+    at_most(cfg.page)
