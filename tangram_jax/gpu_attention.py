@@ -36,7 +36,7 @@ def chunk_supported(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bo
 
 
 class ChunkAttention:
-    """Our kernel, its work planned once for all layers, where it is faster; else the composition."""
+    """Our kernel, its work planned once for all layers; the composition where it does not apply."""
 
     def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
         """q_shape (T, K, G, D)."""
@@ -47,8 +47,6 @@ class ChunkAttention:
             chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
         except NotImplementedError as reason:
             log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
-            return
-        if not chunk_prefill.preferred(q_shape[2]):
             return
         self._plan = chunk_prefill.plan_chunk(
             lengths.reshape(lengths.shape[0], -1),

@@ -6,7 +6,7 @@ import numpy as np
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning, preferred
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
 from pallas_kernels.support import check_attention as check_supported
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "chunk_prefill",
     "chunk_prefill_reference",
     "plan_chunk",
-    "preferred",
 ]
 
 

@@ -15,7 +15,7 @@ i32, f32 = jnp.int32, jnp.float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything static. `group` is G rounded up to a power of two."""
+    """Everything static."""
 
     group: int
     head_dim: int
@@ -27,6 +27,7 @@ class Config:
     scale: float
     soft_cap: float | None
     window: int | None
+    packed: bool  # tiles of queries laid out one after another; else they are loaded from where they lie
     interpreted: bool
     tuning: Tuning
 
@@ -49,20 +50,30 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Tokens of one warpgroup's rows; the rows hold them query head by query head."""
-        return max(ROWS // self.group, 8)
+        """Tokens of one warpgroup's rows; the rows hold them query head by query head. If packed: of the tile's rows."""
+        return self.tuning.positions(self.group) if self.packed else max(ROWS // self.group, 8)
 
     @property
     def heads(self) -> int:
-        """Query heads of one warpgroup's rows."""
-        return ROWS // self.positions
+        """Query heads of one warpgroup's rows, if packed of the tile's."""
+        return self.group if self.packed else ROWS // self.positions
 
     def place(self, wg: Any) -> tuple[Any, Any]:
-        """A warpgroup's first position in the tile and its first query head."""
+        """A warpgroup's first position in the tile and its first query head; if packed, those of the tile's first row."""
+        if self.packed:
+            return 0, 0
         if self.heads == self.group:
             return wg * self.positions, 0
         parts = self.group // self.heads
         return lax.div(wg, i32(parts)) * self.positions, lax.rem(wg, i32(parts)) * self.heads
+
+    def skipped(self, wg: Any) -> Any:
+        """Rows before a warpgroup's that are counted from the same place."""
+        return wg * ROWS if self.packed else i32(0)
+
+    def token(self, wg: Any, row: Any) -> Any:
+        """The token in a warpgroup's row, counted from its place."""
+        return lax.rem(row + wg * ROWS, i32(self.positions)) if self.packed else row & (self.positions - 1)
 
 
 class Refs(NamedTuple):
@@ -71,12 +82,12 @@ class Refs(NamedTuple):
     count: Any  # i32[L]
     sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
-    q: Any  # [T, K * Gp, D]
+    q: Any  # [T, K * G, D]; packed [blocks of queries, K, warpgroups, 64, D]
     k: Any  # [T, K, D]
     v: Any
     pool: Any  # [num_pages, 2, Hp, P, D]
-    out: Any  # [T, K * Gp, D]
-    lse: Any  # f32[T, K * Gp]
+    out: Any  # [T, K * G, D]
+    lse: Any  # f32[T, K * G]
     part: Any  # f32[num_parts, warpgroups, 64, D]: results of pieces
     part_ml: Any  # f32[num_parts, warpgroups, 2, 64]
     q_s: Any = None  # [warpgroups, 64, D]

@@ -3,7 +3,7 @@
 The CPU interpreter cannot run them: `kernel.py` has a plain path beside.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,25 +12,40 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
+from pallas_kernels.chunk_prefill.tuning import ROWS
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def _place(r: Any, row: Any, column: Any, positions: int) -> tuple[Any, Any, Any]:
-    """Position in the tile, token and query head of the warpgroup's row `r` (index type)."""
-    index = ir.IndexType.get()
-    row, column = (arith.index_cast(index, x.registers.item()) for x in (row, column))
-    size = mgpu_utils.c(positions, index)
-    t = arith.remui(r, size)
-    return t, arith.addi(row, t), arith.addi(column, arith.divui(r, size))
+class TileRows(NamedTuple):
+    """How rows hold queries: row g * positions + t is token t of head g."""
+
+    positions: int
+    heads: int
+
+    def place(self, r: Any, row: Any, column: Any, there: Any, skipped: Any) -> tuple[Any, Any, Any]:
+        """Token and query head of the warpgroup's row `r` (index type) after `skipped` others, and whether it has any."""
+        index = ir.IndexType.get()
+        row, column, there, skipped = (
+            arith.index_cast(index, x.registers.item()) for x in (row, column, there, skipped)
+        )
+        r = arith.addi(r, skipped)
+        size = mgpu_utils.c(self.positions, index)
+        t, g = arith.remui(r, size), arith.divui(r, size)
+        held = arith.cmpi(arith.CmpIPredicate.slt, t, there)
+        if ROWS % self.positions:  # rows are left over
+            held = arith.andi(held, arith.cmpi(arith.CmpIPredicate.ult, g, mgpu_utils.c(self.heads, index)))
+        return arith.addi(row, t), arith.addi(column, g), held
 
 
-def store_rows(value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int) -> None:
-    """Stores [64, D] (WGMMA layout) to dst [T, H, D]: row g * positions + t to [row + t, column + g], where t < there."""
+def store_rows(
+    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, skipped: Any, tile_rows: TileRows
+) -> None:
+    """Stores [64, D] (WGMMA layout) to dst [T, H, D]: token t of head g to [row + t, column + g], where t < there."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR))
-    def run(ctx: Any, value: Any, dst: Any, row: Any, column: Any, there: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
+    def run(ctx: Any, value: Any, dst: Any, *places: Any) -> None:
         del ctx
-        limit = arith.index_cast(ir.IndexType.get(), there.registers.item())
         by_row: dict[Any, list[tuple[Any, Any, Any]]] = {}
         for (r, c), at in zip(
             value.layout.thread_idxs(value.shape), np.ndindex(value.registers.shape), strict=True
@@ -39,27 +54,30 @@ def store_rows(value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any
             half = at[value.registers.shape.index(2)] if 2 in value.registers.shape else 0
             by_row.setdefault(half, []).append((r, c, value.registers[at]))
         for entries in by_row.values():
-            t, token, head = _place(entries[0][0], row, column, positions)
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, t, limit)):
+            token, head, held = tile_rows.place(entries[0][0], *places)
+            with mgpu_utils.when(held):
                 for _, c, register in entries:
                     vector.store(register, dst, [token, head, c])
 
-    run(value, dst, row, column, there)
+    run(value, dst, row, column, there, skipped)
 
 
-def store_values(value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, positions: int) -> None:
+def store_values(
+    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, skipped: Any, tile_rows: TileRows
+) -> None:
     """The same for one value per row: f32[64] (reduced WGMMA layout) to dst [T, H]."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), SCALAR, SCALAR, SCALAR))
-    def run(ctx: Any, value: Any, dst: Any, row: Any, column: Any, there: Any) -> None:
+    arg_types = (plgpu.Layout.WGMMA.reduce(1), plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=arg_types)
+    def run(ctx: Any, value: Any, dst: Any, *places: Any) -> None:
         del ctx
-        limit = arith.index_cast(ir.IndexType.get(), there.registers.item())
 
         def store(element: Any, position: Any) -> None:
-            t, token, head = _place(position[0], row, column, positions)
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, t, limit)):
+            token, head, held = tile_rows.place(position[0], *places)
+            with mgpu_utils.when(held):
                 memref.store(element, dst, [token, head])
 
         value.foreach(store)
 
-    run(value, dst, row, column, there)
+    run(value, dst, row, column, there, skipped)

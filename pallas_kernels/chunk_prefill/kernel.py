@@ -43,7 +43,7 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         plgpu.SMEM((wgs, ROWS, cfg.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=wgs * cfg.heads),
+        plgpu.Barrier(num_arrivals=wgs * (1 if cfg.packed else cfg.heads)),
         plgpu.Barrier(num_arrivals=wgs),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
@@ -72,7 +72,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             if cfg.soft_cap is not None:
                 s, factor = _capped(cfg, s), 1.0
             if masked:
-                s = jnp.where(_visible(cfg, tile, j, first), s, -jnp.inf)
+                s = jnp.where(_visible(cfg, tile, j, first, wg), s, -jnp.inf)
             top = jnp.maximum(m, s.max(axis=1) * factor)
             fade = jnp.exp2(m - top)
             p = jnp.exp2(s * factor - _spread(top, score_shape))
@@ -138,8 +138,8 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def _visible(cfg: Config, tile: Tile, j: Any, first: Any) -> Any:
-    """Which entries of the tile's j-th block each row sees. `first`: the warpgroup's first token within its request."""
+def _visible(cfg: Config, tile: Tile, j: Any, first: Any, wg: Any) -> Any:
+    """Which entries of the tile's j-th block each row sees. `first`: the token of the warpgroup's place in its request."""
     shape = (ROWS, cfg.block)
     history, entry = tile.block(cfg, j)
     row = plgpu.broadcasted_iota(i32, shape, 0, layout=WGMMA)
@@ -149,7 +149,7 @@ def _visible(cfg: Config, tile: Tile, j: Any, first: Any) -> Any:
     own = jnp.where(history, 0, 1)
     ahead = jnp.where(history, tile.length - 1 - entry, first - entry)
     # Of the chunk: tokens from the entry to the query.
-    distance = (row & (cfg.positions - 1)) * own + ahead - column
+    distance = cfg.token(wg, row) * own + ahead - column
     seen = distance >= 0
     if cfg.window is not None:
         seen &= distance * own < cfg.window
@@ -164,21 +164,39 @@ def _write(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm:
     out = acc * _spread(1.0 / norm, acc.shape)
     lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
-        device_ops.store_rows(out.astype(refs.out.dtype), refs.out, row, column, there, cfg.positions)
-        device_ops.store_values(lse, refs.lse, row, column, there, cfg.positions)
+        tile_rows = device_ops.TileRows(cfg.positions, cfg.heads)
+        device_ops.store_rows(
+            out.astype(refs.out.dtype), refs.out, row, column, there, cfg.skipped(wg), tile_rows
+        )
+        device_ops.store_values(lse, refs.lse, row, column, there, cfg.skipped(wg), tile_rows)
         return
     refs.lse_s.at[wg][...] = lse
     staged = refs.out_s.at[wg]
     staged[...] = out.astype(refs.out.dtype)
     plgpu.commit_smem()
 
-    def copy(g: int, t: int, count: int) -> None:
-        r = g * cfg.positions + t
+    def copy(r: int, g: int, t: int, count: int) -> None:
         plgpu.copy_smem_to_gmem(staged.at[pl.ds(r, count)], refs.out.at[pl.ds(row + t, count), column + g])
         refs.lse.at[pl.ds(row + t, count), column + g][...] = refs.lse_s.at[wg, pl.ds(r, count)][...]
 
-    for g in range(cfg.heads):
-        pl.when(there >= cfg.positions)(functools.partial(copy, g, 0, cfg.positions))
-        for t in range(cfg.positions - 1):
-            pl.when((t < there) & (there < cfg.positions))(functools.partial(copy, g, t, 1))
+    def copy_heads(skipped: int) -> None:
+        for g in range(cfg.heads):
+            start, stop = (
+                min(max(x * cfg.positions - skipped, 0), ROWS) for x in (g, g + 1)
+            )  # rows of the warpgroup
+            at = start + skipped - g * cfg.positions  # the token in the first of them
+            whole = there >= at + stop - start
+            pl.when(whole)(
+                functools.partial(copy, start, g, at, stop - start) if stop > start else lambda: None
+            )
+            for n in range(stop - start):
+                pl.when((at + n < there) & jnp.logical_not(whole))(
+                    functools.partial(copy, start + n, g, at + n, 1)
+                )
+
+    if cfg.packed:
+        for w in range(cfg.tuning.warpgroups):
+            pl.when(wg == w)(functools.partial(copy_heads, w * ROWS))
+    else:
+        copy_heads(0)
     plgpu.wait_smem_to_gmem(0)

@@ -47,6 +47,18 @@ def load(cfg: Config, refs: Refs) -> None:
                 src = own.at[pl.ds(row, cfg.box), tile.head]
                 plgpu.copy_gmem_to_smem(src, smem.at[slot, pl.ds(u * cfg.box, cfg.box)], full.at[slot])
 
+    def load_queries(tile: Tile, w: int) -> None:
+        if cfg.packed:
+            block = lax.rem(tile.part, i32(cfg.stride))
+            plgpu.copy_gmem_to_smem(refs.q.at[block, tile.head, w], refs.q_s.at[w], refs.q_full)
+            return
+        position, head = cfg.place(w)
+        row = pl.multiple_of(tile.row + position, P.ALIGN)
+        for g in range(cfg.heads):
+            src = refs.q.at[pl.ds(row, cfg.positions), tile.head * cfg.group + head + g]
+            dst = refs.q_s.at[w, pl.ds(g * cfg.positions, cfg.positions)]
+            plgpu.copy_gmem_to_smem(src, dst, refs.q_full)
+
     def one_tile(n: Any, carry: Any) -> Any:
         done, *tile = carry
         tile = Tile(*tile)
@@ -70,12 +82,7 @@ def load(cfg: Config, refs: Refs) -> None:
                     plgpu.barrier_wait(refs.q_free)
 
                 for w in range(cfg.tuning.warpgroups):
-                    position, head = cfg.place(w)
-                    row = pl.multiple_of(tile.row + position, P.ALIGN)
-                    for g in range(cfg.heads):
-                        src = refs.q.at[pl.ds(row, cfg.positions), tile.head * cfg.group + head + g]
-                        dst = refs.q_s.at[w, pl.ds(g * cfg.positions, cfg.positions)]
-                        plgpu.copy_gmem_to_smem(src, dst, refs.q_full)
+                    load_queries(tile, w)
 
             @pl.when(done + j >= stages)
             def _() -> None:

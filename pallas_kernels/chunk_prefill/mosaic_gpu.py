@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.chunk_prefill.common import Config
 from pallas_kernels.chunk_prefill.kernel import kernel_body
 from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, ROWS, Tuning, padded_group
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, ROWS, Tuning
 
 f32 = jnp.float32
 
@@ -40,13 +40,15 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
     tokens, heads, group, head_dim = q.shape
-    padded = padded_group(group)
     more = -tokens % ALIGN
-    rows = jnp.pad(q, ((0, more), (0, 0), (0, padded - group), (0, 0)))
-    rows = rows.reshape(tokens + more, heads * padded, head_dim)
+    packed = tuning.packed(group)
+    if packed:
+        rows = _packed(q, plan, tuning)
+    else:
+        rows = jnp.pad(q.reshape(tokens, heads * group, head_dim), ((0, more), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (k, v))
     config = Config(
-        group=padded,
+        group=group,
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
@@ -56,6 +58,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         scale=scale,
         soft_cap=soft_cap,
         window=plan.window,
+        packed=packed,
         interpreted=interpret is not None,
         tuning=tuning,
     )
@@ -68,8 +71,8 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     kernel = plgpu.kernel(
         chunk_prefill,
         out_type=[
-            jax.ShapeDtypeStruct(rows.shape, q.dtype),
-            jax.ShapeDtypeStruct(rows.shape[:2], f32),
+            jax.ShapeDtypeStruct((tokens + more, heads * group, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((tokens + more, heads * group), f32),
             jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, ROWS, head_dim), f32),
             jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, 2, ROWS), f32),
         ],
@@ -83,5 +86,15 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     out, lse, *_ = kernel(
         plan.layer_number.reshape(1), plan.tiles, plan.count, plan.sync, plan.table, rows, k, v, pool
     )
-    out, lse = out.reshape(-1, heads, padded, head_dim), lse.reshape(-1, heads, padded)
-    return out[:tokens, :, :group], lse[:tokens, :, :group]
+    return out[:tokens].reshape(q.shape), lse[:tokens].reshape(q.shape[:3])
+
+
+def _packed(q: jax.Array, plan: ChunkPlan, tuning: Tuning) -> jax.Array:
+    """[blocks of queries, K, warpgroups, 64, D]: each tile's rows, query head by query head, from q [T, K, G, D]."""
+    _, heads, group, head_dim = q.shape
+    at = plan.block_rows[:, None] + jnp.arange(plan.positions)
+    tiles = q.at[at].get(mode="clip").transpose(0, 2, 3, 1, 4)  # [blocks, K, G, positions, D]
+    tiles = tiles.reshape(len(at), heads, group * plan.positions, head_dim)
+    empty = tuning.warpgroups * ROWS - tiles.shape[2]
+    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, empty), (0, 0)))
+    return tiles.reshape(len(at), heads, tuning.warpgroups, ROWS, head_dim)

@@ -30,7 +30,8 @@ MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
 HISTORY_FIRST = 13  # the first block of the history without a mask
 # A tile's history may be cut into pieces, which other CTAs work on. PIECES: how many others there are, or -1 in a row that
-# is one of them; PART: where the first of them, or this one, leaves its result.
+# is one of them; PART: where the first of them, or this one, leaves its result. Modulo `stride` it is the tile's number among
+# the blocks of queries.
 PART, PIECES = 14, 15
 TILE_COLUMNS = 16
 MAX_PIECES = 16  # of all heads of a layer; each is a tile for every block of queries
@@ -59,6 +60,7 @@ class ChunkPlan(LayeredPlan):
     sizes: jax.Array  # i32[B]
     sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
+    block_rows: jax.Array  # i32[stride]: first query row of each block of queries
     page_size: int = dataclasses.field(metadata={"static": True})
     positions: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
@@ -128,6 +130,7 @@ def plan_chunk(
         sizes=jnp.asarray(own.sizes),
         sync=jnp.broadcast_to(zero, (num_layers, own.blocks * length.shape[2], SYNC_COLUMNS)),
         heads=jnp.stack([length, offset, column], axis=-1),
+        block_rows=jnp.asarray(own.row),
         index=None,
         page_size=page_size,
         positions=positions,

@@ -30,27 +30,12 @@ class Tuning:
         return num_sms() if self.num_ctas is None else self.num_ctas
 
     def positions(self, group: int) -> int:
-        """Tokens of one tile, for G query heads per KV head."""
-        rows = self.warpgroups * ROWS
-        if rows % padded_group(group):
-            raise ValueError(f"{self.warpgroups} warpgroups cannot share {group} query heads")
-        return rows // padded_group(group)
+        """Tokens of one tile, for G query heads per KV head. A few rows stay empty where G does not divide them."""
+        return self.warpgroups * ROWS // group
 
-
-def padded_group(group: int) -> int:
-    """Query heads per KV head as the kernel holds them: the next power of two."""
-    return 1 << (group - 1).bit_length()
-
-
-def preferred(group: int) -> bool:
-    """Whether the kernel is faster than the composition with cuDNN.
-
-    It was in all 36 cases of benchmarks/results/2026-11-21-chunk-prefill.md (G = 2, 4, 8; D = 64, 128, 256; chunks of 512 to
-    8192, no history to 100K), by 1.08 to 3.2 times, so neither length nor head dimension is in the rule. Groups that are no
-    power of two are padded to one and the padding's work is lost: from a quarter of it on (G = 3, 5, 6, 9 to 12) the
-    composition runs.
-    """
-    return group / padded_group(group) > 0.75
+    def packed(self, group: int) -> bool:
+        """Whether queries are laid out tile by tile beforehand: loads take rows by eights, which no other G makes."""
+        return ROWS % group != 0 or self.positions(group) % 8 != 0
 
 
 TUNING = {

@@ -165,6 +165,7 @@ def test_kernel_in_the_interpreter(options):
         {"group": 16, "head_dim": 64, "page_size": 64},
         {"group": 2, "head_dim": 256, "page_size": 128, "dtype": jnp.float16},
         {"group": 3, "head_dim": 64, "page_size": 16, "heads_per_page": 1},
+        {"group": 11, "head_dim": 128, "page_size": 64},
     ],
     ids=str,
 )
@@ -172,17 +173,19 @@ def test_shapes_in_the_interpreter(shape):
     check_interpreted(make_case([[130]], 16, **shape))
 
 
-def test_requests_in_the_interpreter():
-    check_interpreted(make_case([[129], [5]], 32, starts=[0, 8], sizes=[3, 20], group=8, head_dim=64))
+@pytest.mark.parametrize("group", [8, 5])
+def test_requests_in_the_interpreter(group):
+    check_interpreted(make_case([[129], [5]], 56, starts=[0, 8], sizes=[3, 47], group=group, head_dim=64))
 
 
 def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
 
 
-def test_pieces_of_a_history_in_the_interpreter(monkeypatch):
+@pytest.mark.parametrize("group", [4, 7])
+def test_pieces_of_a_history_in_the_interpreter(group, monkeypatch):
     monkeypatch.setattr(P, "MIN_PIECE", 1)
-    case = make_case([[400, 9]], 16, head_dim=64, page_size=64)
+    case = make_case([[400, 9]], 16, group=group, head_dim=64, page_size=64)
     tuning = cp.Tuning(num_ctas=1)
     assert (plan_of(case, tuning).tiles[..., P.PIECES] == 3).any()
     check_interpreted(case, tuning)
@@ -199,10 +202,6 @@ def test_unsupported_features_are_named():
     ]:
         with pytest.raises(NotImplementedError, match=words):
             cp.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
-
-
-def test_groups_that_padding_would_slow_down_are_left_to_the_composition():
-    assert [g for g in range(1, 17) if not cp.preferred(g)] == [3, 5, 6, 9, 10, 11, 12]
 
 
 def test_layers_share_one_kernel_text():
