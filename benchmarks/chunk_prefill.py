@@ -68,9 +68,16 @@ DEFAULT_ROWS = [
 ]
 ALL_ROWS = [
     Row(model, chunk, context, retention)
-    for model in MODELS
+    for model in (*MODELS, "Llama-3.2-3B", "Qwen3-14B")
     for chunk in (512, 1024, 2048, 4096, 8192)
     for context, retention in [*HISTORIES, (2048, 1.0), (8192, 1.0), (8192, 0.25), (25600, 0.25)]
+]
+# Groups of three and of five query heads, which do not fill the rows of matrix products.
+GROUP_ROWS = [
+    Row(model, chunk, context, retention)
+    for model in ("Llama-3.2-3B", "Qwen3-14B")
+    for chunk in (512, 2048, 8192)
+    for context, retention in ((0, 1.0), (25600, 1.0), (102400, 0.25))
 ]
 PAGE_ROWS = [Row("Llama-3.1-8B", 2048, 25600, page=page) for page in (16, 32, 128)]
 
@@ -152,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     print(jax.devices()[0].device_kind, flush=True)
     results = []
-    for row in ALL_ROWS if options.all else DEFAULT_ROWS + PAGE_ROWS:
+    for row in ALL_ROWS if options.all else DEFAULT_ROWS + GROUP_ROWS + PAGE_ROWS:
         if options.model not in (None, row.model):
             continue
         results.append(measure(row))

@@ -181,14 +181,13 @@ def _write(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm:
 
     def copy_heads(skipped: int) -> None:
         for g in range(cfg.heads):
-            start, stop = (
-                min(max(x * cfg.positions - skipped, 0), ROWS) for x in (g, g + 1)
-            )  # rows of the warpgroup
-            at = start + skipped - g * cfg.positions  # the token in the first of them
+            # The head's rows among those of the warpgroup, and the token in the first of them.
+            start, stop = (min(max(x * cfg.positions - skipped, 0), ROWS) for x in (g, g + 1))
+            if start == stop:
+                continue
+            at = start + skipped - g * cfg.positions
             whole = there >= at + stop - start
-            pl.when(whole)(
-                functools.partial(copy, start, g, at, stop - start) if stop > start else lambda: None
-            )
+            pl.when(whole)(functools.partial(copy, start, g, at, stop - start))
             for n in range(stop - start):
                 pl.when((at + n < there) & jnp.logical_not(whole))(
                     functools.partial(copy, start + n, g, at + n, 1)

@@ -30,8 +30,8 @@ MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
 HISTORY_FIRST = 13  # the first block of the history without a mask
 # A tile's history may be cut into pieces, which other CTAs work on. PIECES: how many others there are, or -1 in a row that
-# is one of them; PART: where the first of them, or this one, leaves its result. Modulo `stride` it is the tile's number among
-# the blocks of queries.
+# is one of them; PART: where the first of them, or this one, leaves its result. Modulo `stride` it is the number of
+# the tile's block of queries.
 PART, PIECES = 14, 15
 TILE_COLUMNS = 16
 MAX_PIECES = 16  # of all heads of a layer; each is a tile for every block of queries

@@ -94,12 +94,14 @@ def _compute(cfg: Config, refs: Refs) -> None:
 
     @pl.when(end > start)
     def _() -> None:
+        def row(j: Any) -> tuple[Any, ...]:  # of the item that comes j after the first
+            columns = (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
+            return tuple(refs.item[layer, jnp.maximum(last - j, 0), x] for x in columns)
+
         def one_item(j: Any, carry: Any) -> Any:
-            done, item, q = carry
-            before = jnp.maximum(last - j - 1, 0)
-            begin, length, number = (
-                refs.item[layer, before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
-            )
+            done, item, q, next_row = carry
+            begin, length, number = next_row
+            row_after = row(j + 2)  # read an item ahead of its use
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
             refs.q_s.transpose((1, 0))[...] = q
@@ -144,9 +146,9 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 def _() -> None:
                     _leave_piece(cfg, refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
 
-            return done + tiles, Item(begin, item.begin, length, number), next_q
+            return done + tiles, Item(begin, item.begin, length, number), next_q, row_after
 
-        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number))
+        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number), row(i32(1)))
         lax.fori_loop(0, last - first + 1, one_item, init)
 
 

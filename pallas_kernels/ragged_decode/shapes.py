@@ -21,4 +21,6 @@ SHAPES = {
     "Qwen3-4B": Shape(32, 8, 128),
     "Qwen3-30B-A3B": Shape(32, 4, 128),
     "GPT-OSS-20B": Shape(64, 8, 64, sinks=True),
+    "Llama-3.2-3B": Shape(24, 8, 128),
+    "Qwen3-14B": Shape(40, 8, 128),
 }
