@@ -33,7 +33,7 @@ class TileRows(NamedTuple):
         size = mgpu_utils.c(self.positions, index)
         t, g = arith.remui(r, size), arith.divui(r, size)
         held = arith.cmpi(arith.CmpIPredicate.slt, t, there)
-        if ROWS % self.positions:  # rows are left over
+        if self.heads * self.positions % ROWS:  # rows are left over
             held = arith.andi(held, arith.cmpi(arith.CmpIPredicate.ult, g, mgpu_utils.c(self.heads, index)))
         return arith.addi(row, t), arith.addi(column, g), held
 

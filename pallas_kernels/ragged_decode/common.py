@@ -57,7 +57,7 @@ class Refs(NamedTuple):
     sinks: Any  # f32[K, Gp], times log2(e)
     out: Any  # [items, G, D]
     lse: Any  # f32[items, Gp]
-    part: Any  # f32[W, D, Ge], Ge: G rounded up to an even number; f32[2 W, D, Gp] if merged outside
+    part: Any  # f32[W, D, Gp] (2 W if merged outside)
     part_ml: Any  # f32[W, 2, Gp]
     q_s: Any = None  # [Gp, D]
     kv_s: Any = None  # [slots, block, D]

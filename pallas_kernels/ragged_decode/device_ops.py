@@ -5,11 +5,10 @@ The CPU interpreter cannot run them: `mosaic_gpu.py` has a plain path beside eac
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, memref
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -61,42 +60,6 @@ def load_transposed(src: jax.Ref, columns: int) -> jax.Array:
         return zero.foreach(load, create_array=True)
 
     return run(src)
-
-
-def load_columns(src: jax.Ref, columns: int) -> jax.Array:
-    """[D, n] in global memory, n even, to [D, columns] registers (WGMMA layout); columns from n on repeat the last two."""
-    rows, held = src.shape
-    result = plgpu.ShapeDtypeStruct((rows, columns), src.dtype, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def run(ctx, src):
-        del ctx
-        most = mgpu_utils.c(held - 2, ir.IndexType.get())
-        pair = ir.VectorType.get((2,), ir.MemRefType(src.type).element_type)
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((rows, columns)), dtype=object)
-        places = mgpu.WGMMA_LAYOUT.thread_idxs((rows, columns))
-        for at, (row, column) in zip(np.ndindex(registers.shape), places, strict=True):
-            registers[at] = vector.load(pair, src, [row, arith.minui(column, most)])
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    return run(src)
-
-
-def store_columns(value: jax.Array, dst: jax.Ref) -> None:
-    """Stores [D, columns] registers (WGMMA layout) to [D, n] in global memory, n even; columns from n on are dropped."""
-    held = dst.shape[-1]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def run(ctx, value, dst):
-        del ctx
-        limit = mgpu_utils.c(held, ir.IndexType.get())
-        for register, (row, column) in zip(
-            value.registers.flat, value.layout.thread_idxs(value.shape), strict=True
-        ):
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, column, limit)):
-                vector.store(register, dst, [row, column])
-
-    run(value, dst)
 
 
 def store_transposed(value: jax.Array, dst: jax.Ref) -> None:

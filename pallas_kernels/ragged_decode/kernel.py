@@ -94,14 +94,12 @@ def _compute(cfg: Config, refs: Refs) -> None:
 
     @pl.when(end > start)
     def _() -> None:
-        def row(j: Any) -> tuple[Any, ...]:  # of the item that comes j after the first
-            columns = (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
-            return tuple(refs.item[layer, jnp.maximum(last - j, 0), x] for x in columns)
-
         def one_item(j: Any, carry: Any) -> Any:
-            done, item, q, next_row = carry
-            begin, length, number = next_row
-            row_after = row(j + 2)  # read an item ahead of its use
+            done, item, q = carry
+            before = jnp.maximum(last - j - 1, 0)
+            begin, length, number = (
+                refs.item[layer, before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
+            )
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
             refs.q_s.transpose((1, 0))[...] = q
@@ -144,11 +142,11 @@ def _compute(cfg: Config, refs: Refs) -> None:
 
                 @pl.when(jnp.logical_not(has_head & has_tail))
                 def _() -> None:
-                    _leave_piece(cfg, refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
+                    _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
 
-            return done + tiles, Item(begin, item.begin, length, number), next_q, row_after
+            return done + tiles, Item(begin, item.begin, length, number), next_q
 
-        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number), row(i32(1)))
+        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number))
         lax.fori_loop(0, last - first + 1, one_item, init)
 
 
@@ -169,11 +167,8 @@ def _logits(cfg: Config, s: Any) -> Any:
     return cfg.soft_cap * LOG2E * (1.0 - 2.0 / (e + 1.0))
 
 
-def _leave_piece(cfg: Config, refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
-    if cfg.fused:
-        device_ops.store_columns(acc, refs.part.at[slot])
-    else:
-        refs.part.at[slot][...] = acc
+def _leave_piece(refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
+    refs.part.at[slot][...] = acc
     refs.part_ml.at[slot, 0][...] = m
     refs.part_ml.at[slot, 1][...] = norm
 
@@ -188,7 +183,7 @@ def _fused(
 
     @pl.when(jnp.logical_not(has_tail))
     def _() -> None:
-        _leave_piece(cfg, refs, cta, acc, m, norm)
+        _leave_piece(refs, cta, acc, m, norm)
         device_ops.signal(refs.sync.at[layer, hand_to, 0])
 
     @pl.when(has_tail)
@@ -204,7 +199,7 @@ def _fused(
             pieces = []
             for k in (r * unroll + u for u in range(unroll)):
                 at = first_share + jnp.minimum(k, others - 1)
-                part = device_ops.load_columns(refs.part.at[at], cfg.queries)
+                part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
                 part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
                 part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
                 pieces.append((part, part_m + jnp.where(k < others, f32(0), f32(LOW)), part_norm))

@@ -31,13 +31,10 @@ def load(cfg: Config, refs: Refs) -> None:
         item = Item(begin, stop, length, number)
         base, limit, _ = item.piece(cfg, start, end)
 
-        def row(j: Any) -> tuple[Any, ...]:  # of the item that comes j after the first
-            return tuple(refs.item[layer, jnp.maximum(last - j, 0), x] for x in range(P.ITEM_EMPTY))
-
         def one_item(j: Any, carry: Any) -> Any:
-            done, item, offset, column, ids, next_row = carry
-            begin, length, next_offset, next_column, number = next_row
-            row_after = row(j + 2)  # read an item ahead of its use
+            done, item, offset, column, ids = carry
+            before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
+            begin, length, next_offset, next_column, number = (refs.item[layer, before, x] for x in range(5))
             base, limit, tiles = item.piece(cfg, start, end)
             next_item = Item(begin, item.begin, length, number)
             next_base, next_limit, _ = next_item.piece(cfg, start, end)
@@ -66,13 +63,13 @@ def load(cfg: Config, refs: Refs) -> None:
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)
-            return done + tiles, next_item, next_offset, next_column, ids, row_after
+            return done + tiles, next_item, next_offset, next_column, ids
 
         if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
             ids = tuple(refs.share[layer, cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
         else:
             ids = page_numbers(offset, base, limit)
-        init = (i32(0), item, offset, column, ids, row(i32(1)))
+        init = (i32(0), item, offset, column, ids)
         done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.interpreted:  # it wants every completion of a barrier to be seen
             for slot in range(cfg.slots):

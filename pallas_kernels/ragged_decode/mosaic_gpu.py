@@ -65,15 +65,12 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         operands.append(padded)
 
     fused = merge == "fused"
-    # A piece without the columns that only pad G: those who merge many read half as much at G = 4.
-    piece = (
-        (plan.num_shares, head_dim, group + group % 2) if fused else (2 * plan.num_shares, head_dim, queries)
-    )
+    pieces = plan.num_shares * (1 if fused else 2)
     shapes = [
         jax.ShapeDtypeStruct((items, group, head_dim), out_dtype),
         jax.ShapeDtypeStruct((items, queries), f32),
-        jax.ShapeDtypeStruct(piece, f32),
-        jax.ShapeDtypeStruct((piece[0], 2, queries), f32),
+        jax.ShapeDtypeStruct((pieces, head_dim, queries), f32),
+        jax.ShapeDtypeStruct((pieces, 2, queries), f32),
     ]
     config = Config(
         kv_heads=kv_heads,
