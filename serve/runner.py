@@ -6,9 +6,11 @@ Every shape comes from a small set of buckets and all programs are compiled at s
 
 import itertools
 import logging
+import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +31,9 @@ from tangram_jax.step import Chunk, Decode, step
 
 TOP_LOGPROBS = 20
 VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
+COMPILING = int(os.environ.get("COMPILING", 0)) or max(
+    2, min(8, (os.cpu_count() or 1) // 2)
+)  # programs at a time
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
@@ -274,28 +279,49 @@ class Runner:
     # Warm-up
 
     def warm_up(self) -> Iterator[str]:
-        """Compile everything that can run, yielding what comes next; the cache is empty again at the end."""
-        for name, call in self._programs():
-            yield name
-            jax.block_until_ready(call())
+        """Compile everything that can run and run it once, yielding what comes next; the cache is empty again at the end."""
+        yield "page tables"
+        jax.block_until_ready(self._warm_tables())
+        programs = list(self._programs())
+        # Tracing holds Python's lock, compiling does not. A call finds what was compiled for the same arguments.
+        pool = ThreadPoolExecutor(COMPILING)
+        try:
+            compiled = []
+            for name, program, arguments, how in programs:
+                yield name
+                compiled.append(pool.submit(program.trace(*arguments(), **how).lower().compile))
+            for (name, *_), future in zip(programs, compiled, strict=True):
+                yield name
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+        for _, program, arguments, how in programs:
+            result = program(*arguments(), **how)
+            if program is self._step:
+                _, self.cache, _ = result
+            else:
+                *_, self.sampler = result
         yield "reset"
         self.reset()
         self.compilations = 0
 
-    def _programs(self) -> Iterator[tuple[str, Any]]:
-        yield "page tables", self._warm_tables
+    def _programs(self) -> Iterator[tuple[str, Any, Callable[[], tuple[Any, ...]], dict[str, Any]]]:
+        """(name, jitted function, what makes its arguments, static ones)"""
         b = self.buckets
         shapes = [(size, slots, False) for size, slots in b.sizes]
-        for size, slots, all_logits in [*shapes, (b.prompt_logprobs, None, True)]:
+        # What takes longest to compile comes first.
+        for size, slots, all_logits in [(b.prompt_logprobs, None, True), *shapes]:
             name = " + ".join(
                 ([f"chunk of {size}"] if size else [])
                 + ([f"{slots} decode slots"] if slots else [])
                 + (["prompt logprobs"] if all_logits else [])
             )
-            yield name, partial(self._warm_step, size, slots, all_logits)
+            arguments = partial(self._step_arguments, size, slots, all_logits)
+            yield name, self._step, arguments, {"all_logits": all_logits}
         for count in sorted({1, *b.batches, 1 + b.batches[-1]}):
             for variant in VARIANTS:
-                yield f"sampling of {count}", partial(self._warm_sample, count, variant)
+                arguments = partial(self._sample_arguments, count)
+                yield f"sampling of {count}", self._sample, arguments, {"variant": variant}
 
     def _warm_tables(self) -> Any:
         self.reserve(0, 1, 0)
@@ -311,20 +337,15 @@ class Runner:
             self.sampler = mark(self.sampler, np.int32(0), np.zeros(size, np.int32), np.int32(0))
         return self.cache.table, self.sampler.seen
 
-    def _warm_step(self, size: int | None, slots: int | None, all_logits: bool) -> Any:
+    def _step_arguments(self, size: int | None, slots: int | None, all_logits: bool) -> tuple[Any, ...]:
         chunk = None if size is None else Chunk(np.int32(0), np.zeros(size, np.int32), np.int32(1))
         rows = None if slots is None else np.full(slots, self.num_rows, np.int32)
         following = np.zeros(size, np.int32) if all_logits and size else None
-        logits, self.cache, _ = self._step(
-            self.params, self.cache, self.sampler.ints, chunk, rows, following, all_logits=all_logits
-        )
-        return logits
+        return self.params, self.cache, self.sampler.ints, chunk, rows, following
 
-    def _warm_sample(self, count: int, variant: Variant) -> Any:
+    def _sample_arguments(self, count: int) -> tuple[Any, ...]:
         logits = jax.device_put(np.zeros((count, self.config.vocab_size), np.float32), self._device)
-        rows = np.full(count, self.num_rows, np.int32)
-        tokens, _, _, _, self.sampler = self._sample(logits, self.sampler, rows, variant=variant)
-        return tokens
+        return logits, self.sampler, np.full(count, self.num_rows, np.int32)
 
 
 def _pad(tokens: np.ndarray | None, size: int) -> np.ndarray:
