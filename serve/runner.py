@@ -9,8 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from serve.compiling import Program, compile_all
 from serve.sequence import Sequence, Work
 from tangram_jax import cache as tables
 from tangram_jax import sampling
@@ -283,21 +283,13 @@ class Runner:
         yield "page tables"
         jax.block_until_ready(self._warm_tables())
         programs = list(self._programs())
-        # Tracing holds Python's lock, compiling does not. A call finds what was compiled for the same arguments.
-        pool = ThreadPoolExecutor(COMPILING)
-        try:
-            compiled = []
-            for name, program, arguments, how in programs:
-                yield name
-                compiled.append(pool.submit(program.trace(*arguments(), **how).lower().compile))
-            for (name, *_), future in zip(programs, compiled, strict=True):
-                yield name
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-        for _, program, arguments, how in programs:
-            result = program(*arguments(), **how)
-            if program is self._step:
+        # One step at a time on a GPU: the compiler times matrix products there, and at once they would slow each other.
+        cores = os.cpu_count() or 1
+        steps = 1 if self._device.platform == "gpu" else cores // 2
+        yield from compile_all(programs, {self._step: steps, self._sample: cores // 8})
+        for _, function, arguments, static in programs:
+            result = function(*arguments(), **static)
+            if function is self._step:
                 _, self.cache, _ = result
             else:
                 *_, self.sampler = result
@@ -305,8 +297,7 @@ class Runner:
         self.reset()
         self.compilations = 0
 
-    def _programs(self) -> Iterator[tuple[str, Any, Callable[[], tuple[Any, ...]], dict[str, Any]]]:
-        """(name, jitted function, what makes its arguments, static ones)"""
+    def _programs(self) -> Iterator[Program]:
         b = self.buckets
         shapes = [(size, slots, False) for size, slots in b.sizes]
         # What takes longest to compile comes first.
@@ -317,11 +308,11 @@ class Runner:
                 + (["prompt logprobs"] if all_logits else [])
             )
             arguments = partial(self._step_arguments, size, slots, all_logits)
-            yield name, self._step, arguments, {"all_logits": all_logits}
+            yield Program(name, self._step, arguments, {"all_logits": all_logits})
         for count in sorted({1, *b.batches, 1 + b.batches[-1]}):
             for variant in VARIANTS:
                 arguments = partial(self._sample_arguments, count)
-                yield f"sampling of {count}", self._sample, arguments, {"variant": variant}
+                yield Program(f"sampling of {count}", self._sample, arguments, {"variant": variant})
 
     def _warm_tables(self) -> Any:
         self.reserve(0, 1, 0)
