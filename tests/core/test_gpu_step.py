@@ -1,4 +1,4 @@
-"""On a Hopper GPU: the step with our kernel and cuDNN against the same step in XLA operations, and against dense float32."""
+"""On a Hopper GPU: the step with our kernels, or cuDNN for chunks, against XLA operations and dense float32."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import tangram_jax as tj
 from models.attention import dense_attend
 from models.testing import random_params, tiny_config
 from models.transformer import forward
-from pallas_kernels import ragged_decode
+from pallas_kernels import chunk_prefill, ragged_decode
 from tangram_jax import gpu_attention
 
 pytestmark = pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
     tokens = np.random.default_rng(2).integers(8, CONFIG.vocab_size, 900).astype(np.int32)
     prefill, _ = functions()
     _, cache = run_prompt(prefill, params, plan, new_cache(plan, 64), tokens[:768], 256)
-    other = jax.tree.map(jnp.copy, cache)
+    caches = [jax.tree.map(jnp.copy, cache) for _ in range(3)]  # each is donated once
     rows, next_token = np.array([1, 9, 9, 9], np.int32), np.array([50, 0, 0, 0], np.int32)
 
     def rest(cache):
@@ -93,13 +93,15 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
         again, _ = decode(params, CONFIG, plan, cache, rows=rows, tokens=next_token)
         return logits, out[0], again[0]
 
-    fast = rest(cache)
-    monkeypatch.setattr(gpu_attention, "chunk_supported", lambda *_: False)
-
     def refuse(*_, **__):
         raise NotImplementedError("for this test")
 
+    fast = rest(caches[0])
+    monkeypatch.setattr(chunk_prefill, "check_supported", refuse)
+    composed = rest(caches[1])  # chunks by the composition with cuDNN, as on GPUs that are not Hopper
+    monkeypatch.setattr(gpu_attention, "chunk_supported", lambda *_: False)
     monkeypatch.setattr(ragged_decode, "check_supported", refuse)
-    slow = rest(other)
-    for got, want in zip(fast, slow, strict=True):
+    slow = rest(caches[2])
+    for got, other_way, want in zip(fast, composed, slow, strict=True):
         assert relative(got, want) < 0.03
+        assert relative(other_way, want) < 0.03
