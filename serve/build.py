@@ -163,8 +163,8 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
     a step of 16 tokens than of 4.
     """
     least = -(-window // 8) * 8
-    # The kernels that score a chunk's entries take multiples of 64 tokens, or of 8 below.
-    most = max(min(max_tokens // 64 * 64 or max_tokens // 8 * 8, -(-max_model_len // 64) * 64), least)
+    # As long as the longest request, in the multiples of 64 tokens that the kernels take that score a chunk's entries.
+    most = max(min(max_tokens, -(-max_model_len // 64) * 64), least)
     # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
     sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))

@@ -1,8 +1,11 @@
 """Compiling many programs before the first request: traced one after another, compiled at the same time."""
 
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
+
+MOST_THREADS = 8  # every program that compiles takes memory, up to a gigabyte
 
 
 class Program(NamedTuple):
@@ -14,21 +17,35 @@ class Program(NamedTuple):
     static: dict[str, Any]
 
 
+def threads_for(share: float) -> int:
+    """That share of this process's cores, at least one thread and at most MOST_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, int(cores * share)))
+
+
 def compile_all(programs: list[Program], threads: dict[Any, int]) -> Iterator[str]:
-    """Compiles all of them, those of a function in so many threads, at least one; yields what is waited for.
+    """Compiles all of them, those of a function in so many threads; yields the name of what is traced or waited for.
 
     Tracing holds Python's lock, compiling does not. A call of the function with the same arguments finds what was compiled.
+    What fails is raised as soon as it is known, and nothing more is begun.
     """
-    pools = {function: ThreadPoolExecutor(max(1, count)) for function, count in threads.items()}
+    pools = {function: ThreadPoolExecutor(count) for function, count in threads.items()}
+    compiled: list[Future[Any]] = []
     try:
-        compiled = []
         for name, function, arguments, static in programs:
             yield name
+            for future in compiled:
+                if future.done():
+                    future.result()
             lowered = function.trace(*arguments(), **static).lower()
             compiled.append(pools[function].submit(lowered.compile))
         for program, future in zip(programs, compiled, strict=True):
             yield program.name
             future.result()
     finally:
+        for (
+            pool
+        ) in pools.values():  # all of them first, so that none begins anything while another is waited for
+            pool.shutdown(wait=False, cancel_futures=True)
         for pool in pools.values():
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown()

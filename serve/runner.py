@@ -6,7 +6,6 @@ Every shape comes from a small set of buckets and all programs are compiled at s
 
 import itertools
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from serve.compiling import Program, compile_all
+from serve.compiling import Program, compile_all, threads_for
 from serve.sequence import Sequence, Work
 from tangram_jax import cache as tables
 from tangram_jax import sampling
@@ -31,9 +30,6 @@ from tangram_jax.step import Chunk, Decode, step
 
 TOP_LOGPROBS = 20
 VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
-COMPILING = int(os.environ.get("COMPILING", 0)) or max(
-    2, min(8, (os.cpu_count() or 1) // 2)
-)  # programs at a time
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
@@ -283,16 +279,18 @@ class Runner:
         yield "page tables"
         jax.block_until_ready(self._warm_tables())
         programs = list(self._programs())
-        # One step at a time on a GPU: the compiler times matrix products there, and at once they would slow each other.
-        cores = os.cpu_count() or 1
-        steps = 1 if self._device.platform == "gpu" else cores // 2
-        yield from compile_all(programs, {self._step: steps, self._sample: cores // 8})
-        for _, function, arguments, static in programs:
+        # One step at a time on a GPU: the compiler times matrix products there, and at once they would slow each other. The
+        # samplers are small.
+        steps = 1 if self._device.platform == "gpu" else threads_for(1 / 2)
+        yield from compile_all(programs, {self._step: steps, self._sample: threads_for(1 / 8)})
+        for name, function, arguments, static in programs:
+            yield name
             result = function(*arguments(), **static)
             if function is self._step:
                 _, self.cache, _ = result
             else:
                 *_, self.sampler = result
+            jax.block_until_ready(result)
         yield "reset"
         self.reset()
         self.compilations = 0

@@ -1,10 +1,14 @@
 """Programs are compiled once, before the first request."""
 
+import threading
+import time
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from serve.compiling import Program, compile_all
+from serve.compiling import MOST_THREADS, Program, compile_all, threads_for
 from serve.runner import COMPILE_EVENT
 
 
@@ -32,7 +36,7 @@ def test_calls_find_what_was_compiled(compilations):
     programs = [*programs_of(f, (3, 5)), *programs_of(g, (3,))]
     arguments = [p.arguments() for p in programs]  # making them compiles too
     compilations.clear()
-    names = list(compile_all(programs, {f: 2, g: 0}))
+    names = list(compile_all(programs, {f: 2, g: 1}))
     assert names == 2 * ["size 3", "size 5", "size 3"]
     assert len(compilations) == 3
     for program, args in zip(programs, arguments, strict=True):
@@ -40,12 +44,57 @@ def test_calls_find_what_was_compiled(compilations):
     assert len(compilations) == 3
 
 
-def test_what_cannot_be_traced_is_raised():
-    f = jax.jit(lambda x, power: jnp.sin(x) ** power, static_argnames="power")
+class Stub:
+    """A function whose programs do what they are told when they are compiled."""
 
-    def wrong():
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def program(self, name: str, compile=lambda: None) -> Program:
+        def run() -> None:
+            self.begun.append(name)
+            compile()
+
+        return Program(name, self, lambda: (run,), {})
+
+    def trace(self, run) -> SimpleNamespace:
+        return SimpleNamespace(lower=lambda: SimpleNamespace(compile=run))
+
+
+def test_a_program_that_fails_is_raised_before_the_rest_is_traced():
+    stub = Stub()
+
+    def fail() -> None:
+        raise MemoryError("too large")
+
+    traced = []
+    programs = [stub.program("first", fail), *(stub.program(str(n)) for n in range(50))]
+    with pytest.raises(MemoryError, match="too large"):
+        for name in compile_all(programs, {stub: 1}):
+            traced.append(name)
+            time.sleep(0.01)
+    assert len(traced) < 50
+
+
+def test_what_cannot_be_traced_cancels_what_waits():
+    stub, other, go = Stub(), Stub(), threading.Event()
+
+    def wrong() -> tuple:
+        threading.Timer(0.1, go.set).start()
         raise ValueError("no such shape")
 
-    programs = [*programs_of(f, range(20, 40)), Program("wrong", f, wrong, {"power": 2})]
+    programs = [
+        stub.program("one", lambda: go.wait(10)),
+        *(stub.program(f"waits {n}") for n in range(5)),
+        other.program("two", lambda: go.wait(10)),
+        *(other.program(f"waits {n}") for n in range(5)),
+        Program("wrong", stub, wrong, {}),
+    ]
     with pytest.raises(ValueError, match="no such shape"):
-        list(compile_all(programs, {f: 1}))
+        list(compile_all(programs, {stub: 1, other: 1}))
+    assert (stub.begun, other.begun) == (["one"], ["two"])
+
+
+def test_threads_are_bounded():
+    assert threads_for(1e-9) == 1
+    assert threads_for(1e9) == MOST_THREADS
