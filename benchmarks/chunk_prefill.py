@@ -1,16 +1,16 @@
 """Chunk prefill attention: our kernel against the composition with cuDNN, on shapes of real models.
 
-  python -m benchmarks.chunk_prefill            three minutes on one Hopper GPU
+  python -m benchmarks.chunk_prefill            five minutes on one Hopper GPU
   python -m benchmarks.chunk_prefill --all      every chunk, history and retention
   python -m benchmarks.chunk_prefill --model Gemma-3-12B --csv rows.csv
 
 A chunk of T queries over a history of `context` tokens of which each KV head keeps its share (`retention`; below 1 lognormal
 over the heads, sigma 0.8, every head a group of its own, pages of 64 in random order), and over itself, causally. Times are
 those of all kernels of a call, from the profiler: "us" ours ("kernel"), with a layer's part of the plan of the tiles, which
-is made for 32 layers at once ("plan"); "comp us" the composition of `tangram_jax.gpu_attention` (pages gathered, a KV head
-per batch row, merged by log-sum-exp), "cudnn us" its cuDNN kernels alone: what a composition that gathers and merges for
-nothing would take. Without a history that is dense causal attention by cuDNN alone. TFLOP/s count 4 D operations per query
-and visible entry.
+is made for 32 layers at once ("plan"), and the laying out of queries whose group does not divide 64 rows ("layout").
+"comp us" is the composition of `tangram_jax.gpu_attention` (pages gathered, a KV head per batch row, merged by log-sum-exp),
+"cudnn us" its cuDNN kernels alone: what a composition that gathers and merges for nothing would take. Without a history that
+is dense causal attention by cuDNN alone. TFLOP/s count 4 D operations per query and visible entry.
 """
 
 import argparse
@@ -58,6 +58,7 @@ class Row:
 
 LAYERS = 32
 MODELS = ("Llama-3.1-8B", "Gemma-3-12B", "GPT-OSS-20B")
+PACKED_MODELS = ("Llama-3.2-3B", "Qwen3-14B")  # groups of three and of five query heads
 HISTORIES = [(0, 1.0), (25600, 1.0), (102400, 0.25), (102400, 1.0)]
 DEFAULT_ROWS = [
     Row(model, chunk, context, retention)
@@ -68,14 +69,13 @@ DEFAULT_ROWS = [
 ]
 ALL_ROWS = [
     Row(model, chunk, context, retention)
-    for model in (*MODELS, "Llama-3.2-3B", "Qwen3-14B")
+    for model in MODELS + PACKED_MODELS
     for chunk in (512, 1024, 2048, 4096, 8192)
     for context, retention in [*HISTORIES, (2048, 1.0), (8192, 1.0), (8192, 0.25), (25600, 0.25)]
 ]
-# Groups of three and of five query heads, which do not fill the rows of matrix products.
-GROUP_ROWS = [
+PACKED_ROWS = [
     Row(model, chunk, context, retention)
-    for model in ("Llama-3.2-3B", "Qwen3-14B")
+    for model in PACKED_MODELS
     for chunk in (512, 2048, 8192)
     for context, retention in ((0, 1.0), (25600, 1.0), (102400, 0.25))
 ]
@@ -133,6 +133,7 @@ def measure(row: Row, tuning: cp.Tuning = cp.DEFAULT) -> dict[str, Any]:
     table, lengths = args[4:]
     plan = busy_us(divide, (lengths, table), "")[0] / LAYERS
     us, kernel = busy_us(ours, (*args[:4], jax.jit(divide)(lengths, table)), "chunk_prefill")
+    layout = us - kernel
     us += plan
     comp, cudnn = busy_us(composition, args, "cudnn")
     flops = row.flops(shape)
@@ -140,6 +141,7 @@ def measure(row: Row, tuning: cp.Tuning = cp.DEFAULT) -> dict[str, Any]:
         "us": us,
         "kernel": kernel,
         "plan": plan,
+        "layout": layout,
         "TFLOP/s": flops / us / 1e6,
         "comp us": comp,
         "comp TFLOP/s": flops / comp / 1e6,
@@ -159,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     print(jax.devices()[0].device_kind, flush=True)
     results = []
-    for row in ALL_ROWS if options.all else DEFAULT_ROWS + GROUP_ROWS + PAGE_ROWS:
+    for row in ALL_ROWS if options.all else DEFAULT_ROWS + PACKED_ROWS + PAGE_ROWS:
         if options.model not in (None, row.model):
             continue
         results.append(measure(row))

@@ -53,19 +53,23 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-class Times:
-    """Collects when each request's tokens came."""
+class Outputs:
+    """Collects what the engine says to some requests, and when."""
 
     def __init__(self, requests: int) -> None:
-        self.at: list[list[float]] = [[] for _ in range(requests)]
+        self.at: list[list[float]] = [[] for _ in range(requests)]  # when each request's tokens came
+        self.tokens: list[list[int]] = [[] for _ in range(requests)]
+        self.cached = 0  # prompt tokens that the engine still held
         self.began, self.done = threading.Event(), threading.Event()
         self.errors: list[str] = []
         self._left = requests
 
     def receiver(self, i: int) -> Any:
         def receive(output: TokenOutput) -> None:
+            self.cached += output.cached_tokens
             if output.token_id is not None:
                 self.at[i].append(time.perf_counter())
+                self.tokens[i].append(output.token_id)
                 if not self.began.is_set() and all(self.at):
                     self.began.set()
             if output.finish_reason:
@@ -86,24 +90,24 @@ class Times:
 
 def run(engine: Engine, prompts: np.ndarray, steps: int, most: int, params: dict[str, Any]) -> dict[str, Any]:
     """All prompts at once; they decode together for `steps` tokens after the last one's prefill, `most` in all."""
-    times = Times(len(prompts))
+    outputs = Outputs(len(prompts))
     began = time.perf_counter()
     for i, prompt in enumerate(prompts):
         how = SamplingParams(max_tokens=most, ignore_eos=True, seed=i, **params)
         request = GenerationRequest(request_id=str(i), prompt_ids=prompt.tolist(), sampling=how)
-        engine.submit(request, times.receiver(i))
-    while not times.began.wait(1.0) and not times.done.is_set():
+        engine.submit(request, outputs.receiver(i))
+    while not outputs.began.wait(1.0) and not outputs.done.is_set():
         pass
     prefill = time.perf_counter() - began
-    while not times.errors and min(len(a) for a in times.at) < steps:
+    while not outputs.errors and min(len(a) for a in outputs.at) < steps:
         time.sleep(0.05)
-    if times.errors:
-        raise RuntimeError(times.errors[0])
+    if outputs.errors:
+        raise RuntimeError(outputs.errors[0])
     for i in range(len(prompts)):
         engine.abort(str(i))
     while engine.stats().requests_running or engine.stats().requests_waiting:
         time.sleep(0.05)
-    return {"ms": times.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
+    return {"ms": outputs.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
 
 
 def most_tokens(args: argparse.Namespace) -> int:
@@ -112,6 +116,20 @@ def most_tokens(args: argparse.Namespace) -> int:
     Prompts are prefilled one after another, beside decode in chunks of a quarter of the largest; twice as many for safety.
     """
     return args.steps + 2 * args.requests * -(-args.context // min(2048, max(args.chunk // 4, 32)))
+
+
+def start_engine(config: ModelConfig, params: Any, retention: float, **options: Any) -> Engine:
+    """A running engine with lognormal budgets around the retention; `options` are fields of ServeConfig."""
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        decode_step.ragged(config, retention).save(file.name)
+        served = ServeConfig(model=config.name, profile=file.name, min_entries=0, dtype="bfloat16", **options)
+        model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
+        built = build_engine(served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu")
+    print(built.summary, flush=True)
+    began = time.perf_counter()
+    built.engine.start()
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    return built.engine
 
 
 def main() -> None:
@@ -145,7 +163,12 @@ def main() -> None:
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
     )  # fmt: skip
     print(f"{jax.devices()[0].device_kind}: decode step alone {alone['ms']} ms")
-    engine = start(config, params, args, heads)
+    with mock.patch.object(sampling, "compiler_options", lambda: None) if args.plain else nullcontext():
+        engine = start_engine(
+            config, params, args.retention,
+            max_num_seqs=args.requests, max_num_batched_tokens=args.chunk, max_model_len=longest,
+            page_size=args.page_size, heads_per_page=heads, prefix_cache=False, scorer=args.scorer,
+        )  # fmt: skip
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))
     rows = []
     for name in args.sampling:
@@ -162,31 +185,6 @@ def main() -> None:
             "rows": rows,
         }
         Path(args.out).write_text(json.dumps(what, indent=1) + "\n")
-
-
-def start(config: ModelConfig, params: Any, args: argparse.Namespace, heads: int) -> Engine:
-    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
-        profile = decode_step.ragged(config, args.retention)
-        profile.save(file.name)
-        served = ServeConfig(
-            model=config.name,
-            profile=file.name,
-            max_num_seqs=args.requests,
-            max_num_batched_tokens=args.chunk,
-            max_model_len=args.context + most_tokens(args),
-            page_size=args.page_size,
-            heads_per_page=heads,
-            min_entries=0,
-            prefix_cache=False,
-            scorer=args.scorer,
-            dtype="bfloat16",
-        )
-        model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
-        with mock.patch.object(sampling, "compiler_options", lambda: None) if args.plain else nullcontext():
-            built = build_engine(served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu")
-    print(built.summary, flush=True)
-    built.engine.start()
-    return built.engine
 
 
 if __name__ == "__main__":

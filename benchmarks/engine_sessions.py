@@ -12,95 +12,40 @@ the engine still held.
 import argparse
 import gc
 import json
-import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import decode_step
-from benchmarks.engine_decode import SHAPES
-from models.config import ModelConfig
-from models.registry import LoadedModel
-from serve.args import ServeConfig
-from serve.build import build_engine
+from benchmarks.engine_decode import SHAPES, Outputs, start_engine
 from serve.engine import Engine
-from serve.request import GenerationRequest, SamplingParams, TokenOutput
-
-
-def start(config: ModelConfig, params: Any, args: argparse.Namespace, retention: float) -> Engine:
-    longest = args.history + args.turns * (args.add + args.generate)
-    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
-        decode_step.ragged(config, retention).save(file.name)
-        served = ServeConfig(
-            model=config.name,
-            profile=file.name,
-            max_num_seqs=args.sessions,
-            max_stored_sessions=args.sessions,
-            max_num_batched_tokens=args.chunk,
-            max_model_len=longest,
-            kv_cache_bytes=int(args.kv_gib * 2**30),
-            page_size=args.page_size,
-            min_entries=0,
-            scorer=args.scorer,
-            dtype="bfloat16",
-        )
-        model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
-        built = build_engine(served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu")
-    print(built.summary, flush=True)
-    began = time.perf_counter()
-    built.engine.start()
-    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-    return built.engine
-
-
-def take_turn(
-    engine: Engine, prompts: list[list[int]], generate: int
-) -> tuple[float, float, list[list[int]]]:
-    """Seconds until all have answered, the share of prompt tokens found in the cache, the answers."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    cached, left, done = [0], [len(prompts)], threading.Event()
-    errors: list[str] = []
-
-    def receiver(i: int) -> Any:
-        def receive(output: TokenOutput) -> None:
-            cached[0] += output.cached_tokens
-            if output.token_id is not None:
-                answers[i].append(output.token_id)
-            if output.finish_reason:
-                if output.error:
-                    errors.append(output.error)
-                left[0] -= 1
-                if not left[0]:
-                    done.set()
-
-        return receive
-
-    began = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
-        engine.submit(GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=how), receiver(i))
-    done.wait()
-    seconds = time.perf_counter() - began
-    if errors:
-        raise RuntimeError(errors[0])
-    return seconds, cached[0] / sum(map(len, prompts)), answers
+from serve.request import GenerationRequest, SamplingParams
 
 
 def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Seconds until all have answered and the share of prompt tokens found in the cache, of every turn."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, args.history).tolist() for _ in range(args.sessions)]
+    how = SamplingParams(max_tokens=args.generate, ignore_eos=True, temperature=0.0)
     rows = []
     for turn in range(args.turns):
-        seconds, cached, answers = take_turn(engine, prompts, args.generate)
+        outputs = Outputs(args.sessions)
+        began = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            request = GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=how)
+            engine.submit(request, outputs.receiver(i))
+        outputs.done.wait()
+        seconds = time.perf_counter() - began
+        if outputs.errors:
+            raise RuntimeError(outputs.errors[0])
+        cached = outputs.cached / sum(map(len, prompts))
         rows.append({"turn": turn + 1, "seconds": round(seconds, 2), "cached": round(cached, 3)})
         print(rows[-1], flush=True)
         new = rng.integers(0, vocab, (args.sessions, args.add)).tolist()
-        prompts = [p + a + n for p, a, n in zip(prompts, answers, new, strict=True)]
+        prompts = [p + a + n for p, a, n in zip(prompts, outputs.tokens, new, strict=True)]
     return rows
 
 
@@ -113,8 +58,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=30_000, help="tokens of the first turn's prompt")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--add", type=int, default=500)
-    parser.add_argument("--generate", type=int, default=128)
+    parser.add_argument("--add", type=int, default=500, help="new tokens of a later turn")
+    parser.add_argument("--generate", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--retention", type=float, nargs="*", default=[1.0, 0.25])
     parser.add_argument("--kv-gib", type=float, default=55.0, help="memory for keys and values")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
@@ -130,7 +75,12 @@ def main() -> None:
     print(device, flush=True)
     results: dict[str, Any] = {"device": device, "arguments": vars(args)}
     for retention in args.retention:
-        engine = start(config, params, args, retention)
+        engine = start_engine(
+            config, params, retention,
+            max_num_seqs=args.sessions, max_stored_sessions=args.sessions, max_num_batched_tokens=args.chunk,
+            max_model_len=args.history + args.turns * (args.add + args.generate),
+            kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+        )  # fmt: skip
         rows = results[f"retention {retention:g}"] = converse(engine, config.vocab_size, args)
         engine.stop()
         del engine

@@ -13,6 +13,14 @@ LOG2E = math.log2(math.e)
 i32, f32 = jnp.int32, jnp.float32
 
 
+class Place(NamedTuple):
+    """A position in the tile, a query head of the group, and how many rows that are counted from there come before."""
+
+    position: Any
+    head: Any
+    rows_before: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything static."""
@@ -48,32 +56,32 @@ class Config:
     def boxes(self) -> int:
         return self.block // self.box
 
+    # Rows hold queries head by head: row g * positions + t is token t of head g. Packed, that is so for the rows of all
+    # warpgroups together, and where G does not divide them the last ones are empty. Else each warpgroup has some positions
+    # of some heads in its own 64 rows.
+
     @property
     def positions(self) -> int:
-        """Tokens of one warpgroup's rows; the rows hold them query head by query head. If packed: of the tile's rows."""
         return self.tuning.positions(self.group) if self.packed else max(ROWS // self.group, 8)
 
     @property
     def heads(self) -> int:
-        """Query heads of one warpgroup's rows, if packed of the tile's."""
         return self.group if self.packed else ROWS // self.positions
 
-    def place(self, wg: Any) -> tuple[Any, Any]:
-        """A warpgroup's first position in the tile and its first query head; if packed, those of the tile's first row."""
+    def place(self, wg: Any) -> Place:
+        """Where a warpgroup's rows begin."""
         if self.packed:
-            return 0, 0
+            return Place(0, 0, wg * ROWS)
         if self.heads == self.group:
-            return wg * self.positions, 0
+            return Place(wg * self.positions, 0, 0)
         parts = self.group // self.heads
-        return lax.div(wg, i32(parts)) * self.positions, lax.rem(wg, i32(parts)) * self.heads
+        return Place(lax.div(wg, i32(parts)) * self.positions, lax.rem(wg, i32(parts)) * self.heads, 0)
 
-    def skipped(self, wg: Any) -> Any:
-        """Rows before a warpgroup's that are counted from the same place."""
-        return wg * ROWS if self.packed else i32(0)
-
-    def token(self, wg: Any, row: Any) -> Any:
-        """The token in a warpgroup's row, counted from its place."""
-        return lax.rem(row + wg * ROWS, i32(self.positions)) if self.packed else row & (self.positions - 1)
+    def token(self, row: Any, place: Place) -> Any:
+        """The token in a warpgroup's row, counted from `place.position`."""
+        if self.packed:
+            return lax.rem(row + place.rows_before, i32(self.positions))
+        return row & (self.positions - 1)
 
 
 class Refs(NamedTuple):

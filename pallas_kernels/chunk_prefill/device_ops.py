@@ -23,13 +23,13 @@ class TileRows(NamedTuple):
     positions: int
     heads: int
 
-    def place(self, r: Any, row: Any, column: Any, there: Any, skipped: Any) -> tuple[Any, Any, Any]:
-        """Token and query head of the warpgroup's row `r` (index type) after `skipped` others, and whether it has any."""
+    def place(self, r: Any, row: Any, column: Any, there: Any, rows_before: Any) -> tuple[Any, Any, Any]:
+        """Token and query head of the warpgroup's row `r` (index type), and whether it has any. See `Config.place`."""
         index = ir.IndexType.get()
-        row, column, there, skipped = (
-            arith.index_cast(index, x.registers.item()) for x in (row, column, there, skipped)
+        row, column, there, rows_before = (
+            arith.index_cast(index, x.registers.item()) for x in (row, column, there, rows_before)
         )
-        r = arith.addi(r, skipped)
+        r = arith.addi(r, rows_before)
         size = mgpu_utils.c(self.positions, index)
         t, g = arith.remui(r, size), arith.divui(r, size)
         held = arith.cmpi(arith.CmpIPredicate.slt, t, there)
@@ -39,7 +39,7 @@ class TileRows(NamedTuple):
 
 
 def store_rows(
-    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, skipped: Any, tile_rows: TileRows
+    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, rows_before: Any, rows: TileRows
 ) -> None:
     """Stores [64, D] (WGMMA layout) to dst [T, H, D]: token t of head g to [row + t, column + g], where t < there."""
 
@@ -54,16 +54,16 @@ def store_rows(
             half = at[value.registers.shape.index(2)] if 2 in value.registers.shape else 0
             by_row.setdefault(half, []).append((r, c, value.registers[at]))
         for entries in by_row.values():
-            token, head, held = tile_rows.place(entries[0][0], *places)
+            token, head, held = rows.place(entries[0][0], *places)
             with mgpu_utils.when(held):
                 for _, c, register in entries:
                     vector.store(register, dst, [token, head, c])
 
-    run(value, dst, row, column, there, skipped)
+    run(value, dst, row, column, there, rows_before)
 
 
 def store_values(
-    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, skipped: Any, tile_rows: TileRows
+    value: jax.Array, dst: jax.Ref, row: Any, column: Any, there: Any, rows_before: Any, rows: TileRows
 ) -> None:
     """The same for one value per row: f32[64] (reduced WGMMA layout) to dst [T, H]."""
 
@@ -74,10 +74,10 @@ def store_values(
         del ctx
 
         def store(element: Any, position: Any) -> None:
-            token, head, held = tile_rows.place(position[0], *places)
+            token, head, held = rows.place(position[0], *places)
             with mgpu_utils.when(held):
                 memref.store(element, dst, [token, head])
 
         value.foreach(store)
 
-    run(value, dst, row, column, there, skipped)
+    run(value, dst, row, column, there, rows_before)

@@ -1,6 +1,6 @@
 """The chunk prefill kernel for Hopper GPUs, in Pallas' Mosaic GPU.
 
-A CTA works through tiles of queries: 64 rows (positions times query heads of one KV head) for each computing warpgroup. One
+A CTA works through tiles of queries: positions times query heads of one KV head, 64 rows for each computing warpgroup. One
 more warpgroup issues all loads (TMA): the tile's queries, and blocks of keys and values, which come page by page from the
 pool where they are history and in boxes of the same size from the chunk where they are its own. It runs ahead of the
 computing ones, across tiles too. History and chunk go through one running softmax, so nothing is gathered and nothing
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.chunk_prefill import device_ops, parts
-from pallas_kernels.chunk_prefill.common import LOG2E, Config, Refs, Tile, f32, i32, rounds_of, tile_of
+from pallas_kernels.chunk_prefill.common import LOG2E, Config, Place, Refs, Tile, f32, i32, rounds_of, tile_of
 from pallas_kernels.chunk_prefill.load import load
 from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
 from pallas_kernels.chunk_prefill.tuning import ROWS
@@ -63,7 +63,8 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
 
     def one_tile(n: Any, done: Any) -> Any:
         tile = tile_of(cfg, refs, cta, n)
-        first = tile.row - tile.segment + cfg.place(wg)[0]
+        place = cfg.place(wg)
+        first = tile.row - tile.segment + place.position
         work = Products(cfg, refs, wg, tile.masked + tile.free, done)
 
         def soften(masked: bool, j: Any, s: Any, m: Any, norm: Any) -> tuple[Any, ...]:
@@ -72,7 +73,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             if cfg.soft_cap is not None:
                 s, factor = _capped(cfg, s), 1.0
             if masked:
-                s = jnp.where(_visible(cfg, tile, j, first, wg), s, -jnp.inf)
+                s = jnp.where(_visible(cfg, tile, j, place, first), s, -jnp.inf)
             top = jnp.maximum(m, s.max(axis=1) * factor)
             fade = jnp.exp2(m - top)
             p = jnp.exp2(s * factor - _spread(top, score_shape))
@@ -138,7 +139,7 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def _visible(cfg: Config, tile: Tile, j: Any, first: Any, wg: Any) -> Any:
+def _visible(cfg: Config, tile: Tile, j: Any, place: Place, first: Any) -> Any:
     """Which entries of the tile's j-th block each row sees. `first`: the token of the warpgroup's place in its request."""
     shape = (ROWS, cfg.block)
     history, entry = tile.block(cfg, j)
@@ -149,7 +150,7 @@ def _visible(cfg: Config, tile: Tile, j: Any, first: Any, wg: Any) -> Any:
     own = jnp.where(history, 0, 1)
     ahead = jnp.where(history, tile.length - 1 - entry, first - entry)
     # Of the chunk: tokens from the entry to the query.
-    distance = cfg.token(wg, row) * own + ahead - column
+    distance = cfg.token(row, place) * own + ahead - column
     seen = distance >= 0
     if cfg.window is not None:
         seen &= distance * own < cfg.window
@@ -158,17 +159,16 @@ def _visible(cfg: Config, tile: Tile, j: Any, first: Any, wg: Any) -> Any:
 
 def _write(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
     """Normalises and stores the rows of tokens that are the request's."""
-    position, head = cfg.place(wg)
+    position, head, rows_before = cfg.place(wg)
     row, column = tile.row + position, tile.head * cfg.group + head
     there = tile.end - row  # positions that are
     out = acc * _spread(1.0 / norm, acc.shape)
     lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
-        tile_rows = device_ops.TileRows(cfg.positions, cfg.heads)
-        device_ops.store_rows(
-            out.astype(refs.out.dtype), refs.out, row, column, there, cfg.skipped(wg), tile_rows
-        )
-        device_ops.store_values(lse, refs.lse, row, column, there, cfg.skipped(wg), tile_rows)
+        rows = device_ops.TileRows(cfg.positions, cfg.heads)
+        at = row, column, there, i32(rows_before)
+        device_ops.store_rows(out.astype(refs.out.dtype), refs.out, *at, rows)
+        device_ops.store_values(lse, refs.lse, *at, rows)
         return
     refs.lse_s.at[wg][...] = lse
     staged = refs.out_s.at[wg]

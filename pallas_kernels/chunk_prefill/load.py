@@ -52,7 +52,7 @@ def load(cfg: Config, refs: Refs) -> None:
             block = lax.rem(tile.part, i32(cfg.stride))
             plgpu.copy_gmem_to_smem(refs.q.at[block, tile.head, w], refs.q_s.at[w], refs.q_full)
             return
-        position, head = cfg.place(w)
+        position, head, _ = cfg.place(w)
         row = pl.multiple_of(tile.row + position, P.ALIGN)
         for g in range(cfg.heads):
             src = refs.q.at[pl.ds(row, cfg.positions), tile.head * cfg.group + head + g]

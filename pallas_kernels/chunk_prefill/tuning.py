@@ -34,7 +34,7 @@ class Tuning:
         return self.warpgroups * ROWS // group
 
     def packed(self, group: int) -> bool:
-        """Whether queries are laid out tile by tile beforehand: loads take rows by eights, which no other G makes."""
+        """Whether queries are laid out tile by tile beforehand: unless each head's rows are some eights, as loads are."""
         return ROWS % group != 0 or self.positions(group) % 8 != 0
 
 

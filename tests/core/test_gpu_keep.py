@@ -19,6 +19,7 @@ ROW = np.int32(2)
 
 def conversation(plan, scorer: tj.scorers.Scorer) -> tuple[tj.Cache, np.ndarray]:
     """Three chunks, some tokens decoded next to other rows, and the next turn, its end next to a decode token."""
+    jax.clear_caches()  # a jit of the same function finds its old trace, in which the dispatch was decided
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
     prefill = jax.jit(partial(tj.prefill_chunk, scorer=scorer), static_argnums=(1, 2), donate_argnums=3)
     decode = jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnums=3)

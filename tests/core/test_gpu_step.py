@@ -21,7 +21,8 @@ ROW = np.int32(1)
 
 
 def functions():
-    """Fresh jits: the dispatch is decided while tracing."""
+    """Traced anew: the dispatch is decided while tracing, and a jit of the same function finds the old trace."""
+    jax.clear_caches()
     prefill = jax.jit(
         tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer", donate_argnames="cache"
     )
@@ -96,12 +97,31 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
     def refuse(*_, **__):
         raise NotImplementedError("for this test")
 
+    traced: list[str] = []
+    for module, name in (
+        (chunk_prefill, "chunk_prefill"),
+        (gpu_attention, "chunk_composition"),
+        (ragged_decode, "ragged_decode"),
+    ):
+        function = getattr(module, name)
+
+        def noted(*args, name=name, function=function, **kwargs):
+            traced.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, noted)
+
     fast = rest(caches[0])
+    assert set(traced) == {"chunk_prefill", "ragged_decode"}
+    traced.clear()
     monkeypatch.setattr(chunk_prefill, "check_supported", refuse)
-    composed = rest(caches[1])  # chunks by the composition with cuDNN, as on GPUs that are not Hopper
+    composed = rest(caches[1])  # chunks as on GPUs that are not Hopper
+    assert set(traced) == {"chunk_composition", "ragged_decode"}
+    traced.clear()
     monkeypatch.setattr(gpu_attention, "chunk_supported", lambda *_: False)
     monkeypatch.setattr(ragged_decode, "check_supported", refuse)
     slow = rest(caches[2])
+    assert not traced
     for got, other_way, want in zip(fast, composed, slow, strict=True):
-        assert relative(got, want) < 0.03
-        assert relative(other_way, want) < 0.03
+        assert relative(got, want) < 0.1
+        assert relative(other_way, want) < 0.1

@@ -65,9 +65,11 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     return result
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 700])
+@pytest.mark.parametrize(
+    ("group", "window"), [*((4, window) for window in (None, 1, 100, 128, 700)), (3, None), (5, 100)]
+)
 @pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
-def test_plan_names_every_block_once(given, window):
+def test_plan_names_every_block_once(group, given, window):
     """With one request the sizes are known, and few tiles of unequal work are cut into pieces."""
     rng = np.random.default_rng(0)
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
@@ -78,7 +80,7 @@ def test_plan_names_every_block_once(given, window):
         jnp.zeros((len(starts), 99), jnp.int32),
         np.arange(4),
         np.zeros(4),
-        q_shape=(912 if given else 900, 4, 4, 128),
+        q_shape=(912 if given else 900, 4, group, 128),
         page_size=16,
         starts=np.asarray(starts) if given else None,
         sizes=np.asarray(sizes) if given else None,
@@ -102,6 +104,10 @@ def test_plan_names_every_block_once(given, window):
                 want[start + at, head] = blocks
     assert got == want
     tiles = np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))]
+    # Where packed queries of a tile lie.
+    np.testing.assert_array_equal(
+        np.asarray(plan.block_rows)[tiles[:, P.PART] % plan.stride], tiles[:, P.ROW]
+    )
     cut = tiles[:, P.PIECES] < 0
     assert cut.any() != given
     for rows in (tiles[cut], tiles[~cut]):

@@ -37,8 +37,9 @@ def check(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 20.0}, {"window": 50}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_requests_and_options(head_dim, options):
-    check(make_case(RAGGED, TOKENS, head_dim=head_dim, **REQUESTS, **options))
+@pytest.mark.parametrize("group", [4, 5])
+def test_requests_and_options(group, head_dim, options):
+    check(make_case(RAGGED, TOKENS, group=group, head_dim=head_dim, **REQUESTS, **options))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -68,8 +69,13 @@ def test_one_request_of_any_length(tokens):
 
 
 @pytest.mark.parametrize("window", [1, 128, 129, 600])
-def test_windows(window):
-    check(make_case([[600, 64]], 1000, page_size=64, window=window))
+@pytest.mark.parametrize("group", [4, 3])
+def test_windows(group, window):
+    check(make_case([[600, 64]], 1000, group=group, page_size=64, window=window))
+
+
+def test_a_packed_group_in_float16():
+    check(make_case(RAGGED, TOKENS, group=7, head_dim=256, page_size=16, dtype=jnp.float16, **REQUESTS))
 
 
 def test_many_tiles_for_each_cta():
@@ -78,7 +84,7 @@ def test_many_tiles_for_each_cta():
     check(make_case(rng.lognormal(6, 1.0, (1, 4)), 512, page_size=64), cp.Tuning(num_ctas=5))
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (4, 128), (4, 256), (3, 64), (5, 128)])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (4, 128), (4, 256), (3, 64), (5, 128), (5, 256)])
 def test_histories_cut_into_pieces(group, head_dim):
     case = make_case([[30000, 3000, 0, 77]], 256, group=group, head_dim=head_dim, page_size=64)
     plan = plan_of(case)
