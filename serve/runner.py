@@ -279,9 +279,8 @@ class Runner:
         yield "page tables"
         jax.block_until_ready(self._warm_tables())
         programs = list(self._programs())
-        # One step at a time on a GPU: the compiler times matrix products there, and at once they would slow each other. The
-        # samplers are small.
-        steps = 1 if self._device.platform == "gpu" else threads_for(1 / 2)
+        # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
+        steps = threads_for(1 / 4 if self._device.platform == "gpu" else 1 / 2)
         yield from compile_all(programs, {self._step: steps, self._sample: threads_for(1 / 8)})
         for name, function, arguments, static in programs:
             yield name
