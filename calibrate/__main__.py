@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _scorer(method: str, options: Sequence[str]) -> Scorer:
     """The scorer with its calibration defaults and the given NAME=VALUE options."""
-    values = dict(DEFAULT_OPTIONS.get(method.replace("-", "_"), {}))
+    values = dict(DEFAULT_OPTIONS.get(method.lower().replace("-", "_"), {}))
     for option in options:
         name, _, text = option.partition("=")
         try:

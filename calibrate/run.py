@@ -120,7 +120,7 @@ def reached_retention(
     """What `profile` and its normalised form keep of `tokens` prompt tokens under each way of grouping heads."""
 
     def kept(profile: BudgetProfile, cluster: Cluster, width: int) -> tuple[CachePlan, float, float]:
-        plan = CachePlan.build(profile, width, page_size, cluster)
+        plan = CachePlan.build(profile, width, page_size, cluster, min_entries=0)  # the budgets alone
         full = profile.budgets.size * tokens
         return plan, plan.entries(tokens) / full, plan.pages(tokens) * width * page_size / full
 

@@ -148,7 +148,7 @@ def main() -> None:
             model.config.num_layers, model.config.num_kv_heads, arguments.retention
         )
     # Which heads share pages, and how many entries each group holds after n tokens. Fixed from here on.
-    plan = tj.CachePlan.build(profile, heads_per_page=1, page_size=16, cluster="layer", min_entries=32)
+    plan = tj.CachePlan.build(profile, heads_per_page=1, page_size=16, cluster="layer")
 
     prompts = [
         model.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in arguments.prompts

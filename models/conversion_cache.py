@@ -21,7 +21,7 @@ from models.config import ModelConfig, RopeScaling
 from models.params import Params, abstract_params
 from models.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1  # increase when the parameter tree or the conversion changes
+FORMAT_VERSION = 2  # increase when the parameter tree or the conversion changes
 
 _log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from models.config import ModelConfig, RopeScaling, UnsupportedModelError
 from models.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # names of its pre-tokenizer
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -86,7 +87,12 @@ class GGUFFile:
             )
         get = functools.partial(self._required, "llama")
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
-        head_dim = self.field("llama.attention.key_length") or self.field("llama.rope.dimension_count")
+        rotated = self.field("llama.rope.dimension_count")
+        head_dim = int(self.field("llama.attention.key_length") or rotated or hidden_size // num_heads)
+        if rotated and int(rotated) != head_dim:
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: RoPE on {rotated} of {head_dim} dimensions of a head not supported"
+            )
         eos = self.field("tokenizer.ggml.eos_token_id")
         if "token_embd.weight" not in self._tensors:
             raise UnsupportedModelError(f"cannot load {self.path}: tensor token_embd.weight is missing")
@@ -98,7 +104,7 @@ class GGUFFile:
             intermediate_size=int(get("feed_forward_length")),
             num_heads=num_heads,
             num_kv_heads=int(self.field("llama.attention.head_count_kv", num_heads)),
-            head_dim=int(head_dim or hidden_size // num_heads),
+            head_dim=head_dim,
             max_positions=int(get("context_length")),
             rope_theta=float(self.field("llama.rope.freq_base", 10000.0)),
             rope_scaling=self._rope_scaling(),
@@ -115,17 +121,20 @@ class GGUFFile:
         return value
 
     def _rope_scaling(self) -> RopeScaling | None:
-        if "rope_freqs.weight" in self._tensors:  # Llama 3.1 and later: the divisor of every frequency
-            factors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
-            return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors))
-        kind = self.field("llama.rope.scaling.type", "none")
-        if kind == "none":
-            return None
-        if kind != "linear":
+        """As llama.cpp reads it: linear unless the file says otherwise, its factor under one of two names."""
+        kind = self.field("llama.rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
             raise UnsupportedModelError(
                 f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear and rope_freqs"
             )
-        return RopeScaling(kind="linear", factor=float(self.field("llama.rope.scaling.factor", 1.0)))
+        factor = 1.0
+        if kind == "linear":
+            given = self.field("llama.rope.scaling.factor", self.field("llama.rope.scale_linear", 0.0))
+            factor = float(given) or 1.0
+        if "rope_freqs.weight" in self._tensors:  # Llama 3.1 and later: the divisor of every frequency
+            factors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64) * factor
+            return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors))
+        return None if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""
@@ -168,7 +177,8 @@ class GGUFFile:
             return None if token_id is None else tokens[token_id]
 
         bos, bos_id = token("bos"), self.field("tokenizer.ggml.bos_token_id")
-        if self.field("tokenizer.ggml.add_bos_token", False) and bos is not None:
+        # As llama.cpp: Llama 3's texts begin with BOS unless the file says otherwise, other byte-level ones do not.
+        if self.field("tokenizer.ggml.add_bos_token", pre in _LLAMA3) and bos is not None:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
             )
@@ -192,7 +202,7 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if pre in ("llama-bpe", "llama3", "llama-v3"):
+    if pre in _LLAMA3:
         split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
         return pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

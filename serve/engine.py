@@ -17,6 +17,7 @@ from serve.request import (
     GenerationRequest,
     OutputCallback,
     PromptLogprob,
+    RequestRejected,
     TokenOutput,
 )
 from serve.runner import Handles, Runner
@@ -85,6 +86,10 @@ class Engine:
         if len(self._sequences) >= self._max_waiting:
             raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens)
+        try:
+            self._runner.sampling_row(request.sampling)
+        except ValueError as error:  # here, where it ends this request alone
+            raise RequestRejected(str(error)) from error
         with self._wake:
             if not self.ready or self._stopping:
                 raise EngineUnavailable("the engine is not running")
@@ -175,8 +180,6 @@ class Engine:
             self._scheduler.after_dispatch(work)
             self._under_way.append(_UnderWay(handles, work.chunk))
             self._totals["steps"] += 1
-            if work.chunk:
-                self._totals["prompt"] += len(work.chunk.tokens)
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read(self._under_way.popleft())
         self._update_stats()
@@ -258,6 +261,8 @@ class Engine:
                 continue
             sequence.tokens.append(token)
             self._totals["generated"] += 1
+            if sequence.choice == 0 and len(sequence.tokens) == sequence.prompt_length + 1:
+                self._totals["prompt"] += sequence.prompt_length
             output = TokenOutput(choice=sequence.choice, token_id=token)
             count = sequence.sampling.logprobs
             if count is not None and logprobs is not None and top_ids is not None and tops is not None:

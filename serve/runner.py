@@ -19,12 +19,13 @@ import numpy as np
 
 from models.config import ModelConfig
 from serve.compiling import Program, compile_all, threads_for
+from serve.request import SamplingParams
 from serve.sequence import Sequence, Work
 from tangram_jax import cache as tables
 from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache
 from tangram_jax.plan import CachePlan
-from tangram_jax.sampling import FULL, GREEDY, SamplerState, Variant
+from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
 from tangram_jax.scorers import Scorer
 from tangram_jax.step import Chunk, Decode, step
 
@@ -238,12 +239,11 @@ class Runner:
     def release(self, row: int) -> None:
         self.cache = tables.release(self.plan, self.cache, np.int32(row))
 
-    def start(self, sequence: Sequence) -> None:
-        assert sequence.state is not None
-        p, row = sequence.sampling, np.int32(sequence.state.row)
+    def sampling_row(self, p: SamplingParams, *, seed: int = 0, **progress: int) -> RowParams:
+        """A request's parameters as the sampler takes them. Raises ValueError on more ids than it has room for."""
         stops = {*p.stop_token_ids} if p.ignore_eos else {*p.stop_token_ids, *self.config.eos_token_ids}
-        params = sampling.row_params(
-            seed=sequence.seed,
+        return sampling.row_params(
+            seed=seed,
             temperature=p.temperature,
             top_k=p.top_k,
             top_p=p.top_p,
@@ -254,8 +254,14 @@ class Runner:
             min_tokens=p.min_tokens,
             stop_ids=sorted(stops),
             logit_bias=p.logit_bias,
-            num_generated=sequence.generated,
-            last_token=sequence.tokens[-1],
+            **progress,
+        )
+
+    def start(self, sequence: Sequence) -> None:
+        assert sequence.state is not None
+        p, row = sequence.sampling, np.int32(sequence.state.row)
+        params = self.sampling_row(
+            p, seed=sequence.seed, num_generated=sequence.generated, last_token=sequence.tokens[-1]
         )
         self.sampler = sampling.set_row(self.sampler, row, params)
         self._greedy[row] = sampling.needed_variant(params) == GREEDY

@@ -121,7 +121,7 @@ class Scheduler:
             return False  # a fast client: the turn before will be stored when its last step is in
         found = None
         if not sequence.needs_prompt_logprobs and self.limits.max_stored:
-            found = self.sessions.take(np.asarray(sequence.tokens, np.int32), self._reach_back)
+            found = self.sessions.take(sequence.token_array, self._reach_back)
         if found:
             session, stays = found
             state = session.state

@@ -49,12 +49,20 @@ class Sequence:
     prompt_logprobs: list[PromptLogprob | None] | None = None
     keep: bool = True  # store the row when the sequence ends
     announced: bool = False  # the first output was sent
+    _array: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.request.prompt_ids)
         if self.sampling.prompt_logprobs is not None and self.choice == 0:
             self.prompt_logprobs = [None] * len(self.tokens)
+
+    @property
+    def token_array(self) -> np.ndarray:
+        """`tokens` as i32, made anew only when there are more: a long prompt that waits is looked up in every step."""
+        if self._array is None or len(self._array) != len(self.tokens):
+            self._array = np.asarray(self.tokens, np.int32)
+        return self._array
 
     @property
     def sampling(self) -> SamplingParams:

@@ -41,8 +41,8 @@ class CachePlan:
     heads_per_page: int  # Hp
     page_size: int  # P
     cluster: Cluster
-    sinks: int  # first positions that are always kept
-    window: int  # last positions that are always kept, and decided on again when more tokens come
+    sinks: int  # first positions, kept for good by a group that holds more than the window from its first chunk on
+    window: int  # last positions, kept as far as there is room, and decided on again when more tokens come
     min_entries: int  # no group keeps fewer than this many entries, as long as there are that many tokens
     group_of: np.ndarray  # int32[L, K]
     column_of: np.ndarray  # int32[L, K]
@@ -59,14 +59,17 @@ class CachePlan:
         *,
         sinks: int = 4,
         window: int = 32,
-        min_entries: int = 0,
+        min_entries: int | None = None,
     ) -> "CachePlan":
         """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
 
         `cluster`: "layer" sorts the heads of each layer, "model" all heads of all layers together, "adjacent" takes
         them as they come. Where the heads do not divide evenly, the group of the smallest budgets (or the last one,
-        for "adjacent") has empty columns. Raises ValueError on values out of range.
+        for "adjacent") has empty columns. `min_entries` is `sinks + window` if None: with fewer, a group that is still
+        as small as the window at the end of a chunk loses the first positions for good. Raises ValueError on values out
+        of range.
         """
+        min_entries = sinks + window if min_entries is None else min_entries
         if cluster not in CLUSTERS:
             raise ValueError(f"cluster must be one of {', '.join(CLUSTERS)}; got {cluster!r}")
         for name, value, least in (

@@ -186,6 +186,11 @@ class BudgetProfile:
         if header.get("format") != FORMAT_VERSION:
             found = header.get("format")
             raise ValueError(f"{path} has profile format {found}, expected {FORMAT_VERSION}: calibrate again")
+        missing = {"retention", "alpha", "provenance"} - header.keys()
+        if missing:
+            raise ValueError(
+                f"{path} is not a budget profile: its header has no {', '.join(sorted(missing))}"
+            )
         return cls(
             budgets=data["budgets"],
             retention=header["retention"],

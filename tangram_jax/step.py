@@ -74,18 +74,24 @@ def step(
     new: list[jax.Array] = []  # per layer: qkv of the decode tokens
     scores = ChunkScores(plan, config, scorer, before.what, before.tail_kv) if before else None
 
+    def finite(x: jax.Array) -> jax.Array:
+        # What attention masks it still multiplies, by zero: a NaN in the pool would be in other requests' outputs.
+        return jnp.where(jnp.isfinite(x.astype(cache.pool.dtype)), x, 0)
+
     def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         by_head = q.reshape(q.shape[0], *heads)
         out = []
         if before and scores:
-            kept.append((k[:size], v[:size]))
-            attended, lse = chunk_attention(layer, by_head[:size], k[:size], v[:size], config.attention_scale)
+            chunk_k, chunk_v = finite(k[:size]), finite(v[:size])
+            kept.append((chunk_k, chunk_v))
+            attended, lse = chunk_attention(layer, by_head[:size], chunk_k, chunk_v, config.attention_scale)
             out.append(attended)
             with jax.named_scope("score"):
-                scores.add(layer, q[:size], k[:size], v[:size], lse.reshape(size, config.num_heads))
+                scores.add(layer, q[:size], chunk_k, chunk_v, lse.reshape(size, config.num_heads))
         if slots:
             # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
-            qkv = jnp.concatenate([by_head[size:], k[size:, :, None], v[size:, :, None]], axis=2)
+            new_kv = (finite(x[size:])[:, :, None] for x in (k, v))
+            qkv = jnp.concatenate([by_head[size:], *new_kv], axis=2)
             new.append(qkv)
             out.append(decode_attention(layer, qkv, config.attention_scale))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
@@ -137,7 +143,8 @@ def decode_step(
 ) -> tuple[jax.Array, Cache]:
     """Append `tokens` i32[B] to `rows` i32[B] (a number of no row is an empty slot) and return logits f32[B, V].
 
-    Jit it with `model_config` and `plan` static and the cache donated. Each row's tail must be reserved.
+    Jit it with `model_config` and `plan` static and the cache donated. Each row's tail must be reserved, and may not hold
+    more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose some of what is kept.
     """
     return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
 

@@ -19,7 +19,9 @@ def profile(budgets) -> tj.BudgetProfile:
 
 
 def test_ceiling_is_not_off_by_one():
-    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(1, 1, 0.07), heads_per_page=1, page_size=1)
+    plan = tj.CachePlan.build(
+        tj.BudgetProfile.uniform(1, 1, 0.07), heads_per_page=1, page_size=1, min_entries=0
+    )
     assert plan.lengths(100).tolist() == [7]
     assert plan.pages(100) == 7
 
@@ -56,7 +58,8 @@ def test_worked_example_of_clustering():
     budgets = profile(np.array([[2, 1, 5, 3, 1, 1]]) / 5)
 
     def pages(heads_per_page: int, cluster: str) -> int:
-        return tj.CachePlan.build(budgets, heads_per_page, page_size=1, cluster=cluster).pages(5)
+        plan = tj.CachePlan.build(budgets, heads_per_page, page_size=1, cluster=cluster, min_entries=0)
+        return plan.pages(5)
 
     assert pages(6, "adjacent") == 5  # one table for all: nothing is freed
     assert 2 * 5 - pages(3, "adjacent") == 2

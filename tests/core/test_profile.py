@@ -1,6 +1,7 @@
 """BudgetProfile: Eq. 5, normalisation, validation, files."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tangram_jax.profile import BudgetProfile
+from tangram_jax.profile import FORMAT_VERSION, BudgetProfile
 
 
 def example_ratios(samples: int = 6, layers: int = 3, heads: int = 4) -> np.ndarray:
@@ -128,6 +129,8 @@ def test_files_that_are_no_profiles(tmp_path):
     np.savez(tmp_path / "other.npz", budgets=np.ones((2, 2)))
     np.save(tmp_path / "array.npy", np.ones((2, 2)))
     (tmp_path / "empty.npz").write_bytes(b"")
-    for name in ("text.npz", "other.npz", "array.npy", "empty.npz"):
+    good = dict(mean=np.ones((2, 2)), std=np.ones((2, 2)), budgets=np.ones((2, 2)))
+    np.savez(tmp_path / "header.npz", header=json.dumps({"format": FORMAT_VERSION}), **good)
+    for name in ("text.npz", "other.npz", "array.npy", "empty.npz", "header.npz"):
         with pytest.raises(ValueError, match="not a budget profile"):
             BudgetProfile.load(tmp_path / name)

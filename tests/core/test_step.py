@@ -118,6 +118,51 @@ def test_batched_decode_equals_each_request_alone():
             np.testing.assert_allclose(logits[row], out[0], atol=1e-4)
 
 
+@pytest.mark.parametrize("scorer", ["snapkv", "kv_compress", "expected_attention", "keydiff"])
+def test_a_request_that_is_not_finite_stays_alone(scorer):
+    """NaN times a masked weight of zero is NaN: none may lie in the pool, neither in others' pages nor in free ones."""
+    plan, scorer = plan_of("ragged", 2, 8, min_entries=12), tj.get_scorer(scorer)
+    broken = PARAMS | {"embed": PARAMS["embed"].at[7].set(jnp.inf)}
+    others, mine = np.full(60, 7, np.int32), random_tokens(50)
+
+    def rest(cache):
+        cache = tj.reserve(plan, cache, ROW, np.int32(50), np.int32(4))
+        logits, cache = prefill(plan, cache, mine, 20, scorer=scorer)
+        out, _ = decode_step(
+            PARAMS, CONFIG, plan, cache, rows=np.array([0, 1], np.int32), tokens=np.array([9, 9], np.int32)
+        )
+        return np.array([*logits, out[1]])
+
+    want = rest(new_cache(plan))
+    for released in (False, True):
+        cache = tj.reserve(plan, new_cache(plan), np.int32(0), np.int32(60), np.int32(4))
+        logits, cache = prefill_chunk(
+            broken, CONFIG, plan, cache, scorer=scorer, row=np.int32(0),
+            tokens=np.pad(others, (0, SLOTS - 60)), count=np.int32(60),
+        )  # fmt: skip
+        assert np.isnan(logits).all()
+        assert np.isfinite(cache.pool).all()
+        cache = tj.release(plan, cache, np.int32(0)) if released else cache
+        np.testing.assert_allclose(rest(cache), want, atol=1e-5)
+
+
+def test_first_tokens_stay_by_default():
+    """Also where a small budget keeps no more than the window of a short first chunk."""
+    plan = plan_of("0.1", 1, 8)
+    assert plan.min_entries == 4 + 8
+    tokens = random_tokens(150)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(150), np.int32(0))
+    _, cache = prefill(plan, cache, tokens, 30)
+    first = tj.reserve(plan, new_cache(plan), ROW, np.int32(150), np.int32(0))
+    _, first = prefill(plan, first, tokens[:4], 4)  # their keys do not depend on what follows
+    for group in range(plan.num_groups):
+        kept, sinks = (
+            np.asarray(c.pool)[np.asarray(c.table)[ROW, c.layout.first[group]], 0, 0] for c in (cache, first)
+        )
+        for key in sinks[:4]:
+            assert (np.abs(kept - key).max(axis=-1) < 1e-5).any()
+
+
 def test_a_chunk_and_decode_tokens_share_a_step():
     plan = plan_of("ragged", 2, 8, min_entries=12)
     first, second = random_tokens(40, 1), random_tokens(20, 2)

@@ -158,7 +158,18 @@ def permute_rope(weight, num_heads):
     return weight.reshape(num_heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, source, config, *, architecture="llama", scale=1.0, rope_factors=None, pre="smollm"):
+def write_gguf(
+    path,
+    source,
+    config,
+    *,
+    architecture="llama",
+    scale=1.0,
+    rope_factors=None,
+    pre="smollm",
+    floats=None,
+    ints=None,
+):
     """The tiny checkpoint as llama.cpp would write it, with the tiny tokenizer; q/k permuted, names mapped."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_positions)
@@ -171,6 +182,10 @@ def write_gguf(path, source, config, *, architecture="llama", scale=1.0, rope_fa
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     tokens = [*SPECIAL_TOKENS, *(BYTE_TO_CHAR[b] for b in range(255)), "ab"]  # byte 255 is never in UTF-8
+    for key, value in (floats or {}).items():
+        writer.add_float32(key, value)
+    for key, value in (ints or {}).items():
+        writer.add_uint32(key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -268,6 +283,22 @@ def test_gguf_rope_factors_and_untied_head(gguf_tiny, tmp_path, cache):
     assert load_model(tmp_path / "f.gguf").config == loaded.config  # also through the cache
 
 
+@pytest.mark.parametrize(("pre", "bos"), [("smollm", []), ("llama-bpe", [1])])
+def test_gguf_begins_texts_as_llama_cpp_does(pre, bos, gguf_tiny, tmp_path, cache):
+    loaded = load_model(write_gguf(tmp_path / "b.gguf", *gguf_tiny, pre=pre), progress=False)
+    assert loaded.tokenizer.encode("ab") == [*bos, 263]
+
+
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_gguf_rope_is_scaled_linearly_unless_it_says_otherwise(key, gguf_tiny, tmp_path, cache):
+    floats = {f"llama.rope.{key}": 4.0}
+    loaded = load_model(write_gguf(tmp_path / "r.gguf", *gguf_tiny, floats=floats), progress=False)
+    assert (loaded.config.rope_scaling.kind, loaded.config.rope_scaling.factor) == ("linear", 4.0)
+    factors = [1.0] * 4 + [2.0] * 4
+    path = write_gguf(tmp_path / "f.gguf", *gguf_tiny, floats=floats, rope_factors=factors)
+    assert load_model(path, progress=False).config.rope_scaling.factors == (4.0,) * 4 + (8.0,) * 4
+
+
 def test_gguf_errors(gguf_tiny, tmp_path, cache):
     source, config = gguf_tiny
     with pytest.raises(UnsupportedModelError, match="architecture gemma3 not supported"):
@@ -277,6 +308,9 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
         load_model(tmp_path / "text.gguf")
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'qwen2' not supported"):
         load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="qwen2"))
+    half = {"llama.rope.dimension_count": config.head_dim // 2}
+    with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
+        load_model(write_gguf(tmp_path / "h.gguf", source, config, ints=half))
     del source.tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(WeightMismatchError, match=r"blk\.1\.ffn_up\.weight: missing"):
         load_model(write_gguf(tmp_path / "m.gguf", source, config), progress=False)

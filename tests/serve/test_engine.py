@@ -53,6 +53,20 @@ def test_up_to_the_last_position(engine):
         engine.ask(prompt, max_tokens=11)
 
 
+def test_more_stop_ids_than_there_is_room_for_end_their_request_alone(engine):
+    other = engine.ask(tokens_of(20), max_tokens=40)
+    with pytest.raises(RequestRejected, match="at most 24 stop and EOS ids; got 30"):
+        engine.ask(tokens_of(5), min_tokens=2, stop_token_ids=tuple(range(30)))
+    assert other.wait()[0].tokens == greedy(tokens_of(20), 40)
+
+
+def test_prompt_tokens_are_counted_once(engine):
+    before = engine.engine.stats().prompt_tokens_total
+    for _ in range(2):  # the second is cached but for its end
+        engine.answer(tokens_of(100, 77), max_tokens=60)  # tails that are compressed are no prompt
+    assert engine.engine.stats().prompt_tokens_total == before + 200
+
+
 def test_preemption_changes_nothing():
     """Three requests that each fit, but not together: the latest starts again, more than once."""
     prompts = [tokens_of(20, seed) for seed in range(4)]
