@@ -67,13 +67,15 @@ def create_app(
         max_body_bytes=max_body_bytes,
         metrics=Metrics(engine, served_model_names[0]),
         executor=ThreadPoolExecutor(4, "tokenize"),
+        large_executor=ThreadPoolExecutor(1, "tokenize-large"),
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         serving.draining.close()
-        serving.executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (serving.executor, serving.large_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
         if on_shutdown is not None:
             on_shutdown()
 
@@ -197,13 +199,13 @@ def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     async def tokenize(request: Request) -> JSONResponse:
         body = await read_request(serving, request, _parse_tokenize)
         serving.check_model(body.model)
-        return JSONResponse(await serving.in_thread(tokenize_now, body))
+        return JSONResponse(await serving.in_thread(request, tokenize_now, body))
 
     @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> JSONResponse:
         body = await read_request(serving, request, DetokenizeRequest.parse)
         serving.check_model(body.model)
-        return JSONResponse(await serving.in_thread(detokenize_now, body.tokens))
+        return JSONResponse(await serving.in_thread(request, detokenize_now, body.tokens))
 
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:

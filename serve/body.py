@@ -29,9 +29,10 @@ async def read_request[T](serving: Serving, request: Request, parse: Callable[[A
             data = await _read_bytes(request, serving.max_body_bytes)
     except TimeoutError:
         raise APIError(408, f"The request body did not arrive within {_READ_SECONDS:g} seconds.") from None
+    request.state.body_bytes = len(data)  # says which threads work on it
     if len(data) <= _INLINE_BYTES:
         return parse(_from_json(data))
-    return await serving.in_thread(lambda: parse(_from_json(data)))
+    return await serving.in_thread(request, lambda: parse(_from_json(data)))
 
 
 def _from_json(data: bytes) -> Any:

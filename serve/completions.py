@@ -74,7 +74,7 @@ async def create_completion(serving: Serving, http_request: Request, request: Co
     serving.check_ready()
     limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     prompts = await serving.in_thread(
-        completion_prompts, serving.tokenizer, request, limit, vocab_size, serving.max_choices
+        http_request, completion_prompts, serving.tokenizer, request, limit, vocab_size, serving.max_choices
     )
     params = sampling_params(request, prompts, limit, vocab_size, "prompt")
     form = CompletionFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))

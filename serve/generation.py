@@ -16,10 +16,12 @@ from serve.choice import Choice, Delta, TokenLogprob
 from serve.errors import APIError, unavailable
 from serve.metrics import Metrics, RequestTimer
 from serve.prompts import Prompt
-from serve.protocol import CompletionRequest, SamplingRequest
+from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
 from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
 from serve.text import TextTokenizer
+
+_LARGE_BODY = 2**18  # bytes; more text may take a thread for seconds
 
 
 class Draining:
@@ -51,6 +53,7 @@ class Serving:
     max_body_bytes: int
     metrics: Metrics
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
+    large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
     hub: OutputHub = field(default_factory=OutputHub)
     draining: Draining = field(default_factory=Draining)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -76,11 +79,12 @@ class Serving:
         if not self.engine.ready:
             raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
 
-    async def in_thread[**P, T](self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run slow host work beside the event loop, so that streams go on."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.executor, lambda: function(*args, **kwargs)
-        )
+    async def in_thread[**P, T](
+        self, http_request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run slow host work on a body that `read_request` has read beside the event loop, so that streams go on."""
+        executor = self.large_executor if http_request.state.body_bytes > _LARGE_BODY else self.executor
+        return await asyncio.get_running_loop().run_in_executor(executor, lambda: function(*args, **kwargs))
 
 
 class Format(Protocol):
@@ -163,7 +167,8 @@ class Generation:
             for p in range(len(prompts))
             for _ in range(request.n)
         ]
-        if completion is not None and not self._echo:
+        continues = request.continue_final_message if isinstance(request, ChatRequest) else not self._echo
+        if continues:
             for index, choice in enumerate(self.choices):
                 choice.continue_text(self.prompt_of(index).ids)
         requests = [
@@ -208,6 +213,8 @@ class Generation:
                     self._early[p].append((now, p, output))
                     continue
                 self._start(p, output)
+                if self._echo_scores:
+                    await asyncio.sleep(0)  # a long prompt has taken milliseconds: let the streams go on
                 for early in self._early[p]:
                     changed[self._feed(*early)] = None
             changed[self._feed(now, p, output)] = None
@@ -277,14 +284,18 @@ async def respond(
         deltas = await unless_disconnected(http_request.receive, generation.complete())
     finally:
         generation.close()
-    body = head | {
+    choices = []
+    for i, delta in enumerate(deltas):
+        choices.append(to_json(form.choice(i, delta, generation.prompt_of(i))))
+        await asyncio.sleep(0)  # a choice may hold thousands of log-probabilities: let the streams go on
+    rest = head | {
         "object": form.object_name,
         "system_fingerprint": None,
-        "choices": [form.choice(i, delta, generation.prompt_of(i)) for i, delta in enumerate(deltas)],
         "usage": generation.usage(),
         **form.response_extras(prompts),
     }
-    return Response(to_json(body), media_type="application/json", headers=headers)
+    body = to_json(rest)[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def _events(

@@ -33,7 +33,11 @@ _GAUGES = (
     ("retention_reached", "retention_reached", "KV entries held, as a fraction of full KV"),
 )
 _COUNTERS = (
-    ("prompt_tokens", "prompt_tokens_total", "Prompt tokens of requests that began to answer, cached ones included"),
+    (
+        "prompt_tokens",
+        "prompt_tokens_total",
+        "Prompt tokens of requests that began to answer, cached ones included",
+    ),
     ("generation_tokens", "generation_tokens_total", "Tokens generated"),
     ("prefix_cache_queries", "prefix_query_tokens_total", "Prompt tokens looked up among stored prefixes"),
     ("prefix_cache_hits", "prefix_hit_tokens_total", "Prompt tokens found in stored prefixes"),

@@ -15,6 +15,7 @@ _SLICE_SLACK = 8  # tokens that cutting a text in two may add, generously
 _MIN_TEMPERATURE = 1e-5  # below this, logits / temperature overflows: greedy is the limit
 _TEMPLATE_RESERVED = frozenset(  # arguments of the template renderer that are not variables of the template
     [
+        "self",
         "messages",
         "conversation",
         "chat_template",

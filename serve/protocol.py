@@ -235,7 +235,10 @@ class Message(RequestModel):
     def _known_fields(cls, message: object) -> object:
         if not isinstance(message, dict):
             raise PydanticCustomError("message", "a message must be an object with 'role' and 'content'")
-        return _sort_fields(cls, message, "messages[].")
+        fields = _sort_fields(cls, message, "messages[].")
+        if fields.get("role") == "assistant" and "content" in message:
+            fields.setdefault("content", "")  # null: an empty answer, as OpenAI's clients send it back
+        return fields
 
     @field_validator("role")
     @classmethod
@@ -311,7 +314,7 @@ class ChatRequest(SamplingRequest, ChatFields):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
 

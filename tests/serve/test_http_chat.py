@@ -75,11 +75,13 @@ def test_content_parts_and_roles(served):
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "ok", "refusal": None, "annotations": []},
         {"role": "user", "content": ""},
+        {"role": "assistant", "content": None},
     ]
     served.openai.chat.completions.create(model="tiny", messages=messages)
     expected = (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
-        "<|im_start|>assistant\nok<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nok<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     assert TOKENIZER.decode(served.engine.requests[0].prompt_ids, skip_special_tokens=False) == expected
 
@@ -196,6 +198,12 @@ def test_logprobs_without_top(served):
     assert [token.top_logprobs for token in content] == [[]] * 5
 
 
+def test_no_top_logprobs_need_no_logprobs(served):
+    """Clients send 0 for "off", as vLLM takes it."""
+    assert chat(served, top_logprobs=0).choices[0].logprobs is None
+    assert served.engine.requests[0].sampling.logprobs is None
+
+
 def test_impossible_tokens_have_a_finite_logprob(served):
     original = served.engine.submit
 
@@ -229,6 +237,16 @@ def test_continue_final_message(served):
     ).raise_for_status()
     text = TOKENIZER.decode(served.engine.requests[0].prompt_ids, skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\nOnce upon")
+
+
+def test_a_continued_message_keeps_its_space(served, monkeypatch):
+    """Tokenizers like Llama 2's drop the first space of a text: here it is in the middle of one."""
+    monkeypatch.setattr(TOKENIZER, "_strip_leading_space", True)
+    served.script(" a time")
+    body = {"messages": [*HELLO, {"role": "assistant", "content": "Once upon"}]}
+    for given, text in (({}, "a time"), ({"continue_final_message": True}, " a time")):
+        answer = served.post("/v1/chat/completions", body | given).json()
+        assert answer["choices"][0]["message"]["content"] == text
 
 
 def test_engine_errors(served):

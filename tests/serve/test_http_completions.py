@@ -1,7 +1,10 @@
 """/v1/completions: prompts of all four shapes, echo, log-probabilities."""
 
+import asyncio
+
 import pytest
 
+from serve.completions import CompletionFormat
 from serve.request import SamplingParams
 from tests.serve.fake_engine import Script
 from tests.serve.http_server import EOS, ids
@@ -94,6 +97,22 @@ def test_echo_with_logprobs_when_a_later_choice_is_faster(served):
     choices = complete(served, "ab", echo=True, logprobs=0, n=2).choices
     assert [choice.text for choice in choices] == ["abslow", "abquick"]
     assert [choice.logprobs.token_logprobs[:2] for choice in choices] == [[None, -1.0]] * 2
+
+
+def test_other_work_goes_on_between_the_choices(served, monkeypatch):
+    """Many long prompts with log-probabilities once stalled all streams until the whole body was built."""
+    order = []
+    original = CompletionFormat.choice
+
+    def choice(self, index, delta, prompt):
+        order.append(index)
+        asyncio.get_running_loop().call_soon(order.append, "other")
+        return original(self, index, delta, prompt)
+
+    monkeypatch.setattr(CompletionFormat, "choice", choice)
+    completion = complete(served, ["ab", "c", "d"], echo=True, logprobs=1)
+    assert [choice.text for choice in completion.choices] == ["abhello", "chello", "dhello"]
+    assert order == [0, "other", 1, "other", 2, "other"]
 
 
 def test_scoring_a_prompt_generates_nothing(served):
