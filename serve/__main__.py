@@ -3,23 +3,79 @@
 import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
 import time
 from functools import partial
 
 import jax
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.logging import RichHandler
 
 from models.conversion_cache import cache_dir
 from serve.api import create_app
-from serve.args import ConfigError, parse_args
+from serve.args import ConfigError, ServeConfig, parse_args
 from serve.build import build
-from serve.server import make_server
+from serve.engine import Engine
+from serve.server import Server, bind, make_server, url_of
+
+OUT_OF_MEMORY = (
+    "The model and its KV pool do not fit in memory: write a smaller --num-pages, --kv-cache-memory or "
+    "--gpu-memory-utilization, or serve a smaller --model"
+)
+
+log = logging.getLogger("tangram")
+
+
+def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket.socket]:
+    """The running engine, and its server with a socket to run on. Raises ConfigError and OSError, with what to do."""
+    listener = bind(config.host, config.port)  # first: loading and compiling take minutes
+    try:
+        built = build(config)
+    except ValueError as error:  # the loader's; while compiling it would be a bug
+        raise ConfigError(error) from error
+    engine = built.engine
+    log.info("%s", built.summary)
+    with console.status("Compiling") as status:
+
+        def leave(*_: object) -> None:
+            status.stop()
+            os._exit(130)
+
+        # An exception would wait for what still compiles, or get lost in JAX's callback for the garbage collector.
+        before = signal.signal(signal.SIGINT, leave)
+        engine.start(lambda name: status.update(f"Compiling: {name}"))
+        signal.signal(signal.SIGINT, before)
+    app = create_app(
+        engine,
+        built.model.tokenizer,
+        config.served_model_names or (built.model.name,),
+        api_keys=config.api_keys,
+        max_choices=config.max_choices,
+        max_body_bytes=config.max_body_bytes,
+        on_shutdown=engine.stop,
+    )
+    server = make_server(
+        app,
+        host=config.host,
+        port=config.port,
+        log_level=config.log_level,
+        shutdown_timeout=config.shutdown_timeout,
+    )
+    engine.on_failure = partial(setattr, server, "should_exit", True)
+    if engine.failed:  # before there was a server to tell
+        server.should_exit = True
+    listener.listen()  # only now; it fails if another server bound the same port and was ready sooner
+    return engine, server, listener
 
 
 def main() -> int:
-    """Exit status: 0 after a clean shutdown, 1 if the device was lost, 2 for a configuration that cannot work."""
+    """Exit status: 0 after a clean shutdown, 1 if the device was lost, 2 for a configuration that cannot work.
+
+    130 after Ctrl-C while it loads or compiles.
+    """
     began = time.perf_counter()
     config = parse_args()
     console = Console(stderr=True)
@@ -34,37 +90,21 @@ def main() -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     try:
-        built = build(config)
-    except (ConfigError, ValueError, OSError) as error:
-        console.print(f"Cannot serve: {error}", style="bold red", markup=False, highlight=False)
+        engine, server, listener = start(config, console)
+    except KeyboardInterrupt:
+        return 130
+    except (ConfigError, OSError, JaxRuntimeError) as error:
+        fault = str(error)
+        if isinstance(error, JaxRuntimeError):
+            if "RESOURCE_EXHAUSTED" not in fault:
+                raise
+            fault += f"\n{OUT_OF_MEMORY}"
+        console.print(f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False)
         return 2
-    log = logging.getLogger("tangram")
-    log.info("%s", built.summary)
-    with console.status("Compiling") as status:
-        built.engine.start(lambda name: status.update(f"Compiling: {name}"))
-    log.info("Ready after %.1f s", time.perf_counter() - began)
-    app = create_app(
-        built.engine,
-        built.model.tokenizer,
-        config.served_model_names or (built.model.name,),
-        api_keys=config.api_keys,
-        max_choices=config.max_choices,
-        max_body_bytes=config.max_body_bytes,
-        on_shutdown=built.engine.stop,
-    )
-    server = make_server(
-        app,
-        host=config.host,
-        port=config.port,
-        log_level=config.log_level,
-        shutdown_timeout=config.shutdown_timeout,
-    )
-    built.engine.on_failure = partial(setattr, server, "should_exit", True)
-    if built.engine.failed:  # before there was a server to tell
-        server.should_exit = True
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
-        server.run()
-    return int(built.engine.failed)
+        log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))
+        server.run(sockets=[listener])
+    return int(engine.failed)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,12 @@ def make_parser() -> argparse.ArgumentParser:
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
     budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default {SCORERS[0]})")
     budget.add_argument("--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole")
-    budget.add_argument("--min-entries", type=int, metavar="N", help="entries that each head keeps at least")
+    budget.add_argument(
+        "--min-entries",
+        type=int,
+        metavar="N",
+        help="entries that each head keeps at least; below 36 first tokens get lost",
+    )
 
     memory = parser.add_argument_group("batch and memory")
     by_machine = "(default {0} on a CPU, {1} on a GPU)"

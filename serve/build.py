@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,10 +116,12 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
         fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
         if config.max_model_len is not None or fits < plan.window * 2:
+            size = math.ceil(largest * page_bytes / 2**20)
+            more = f"--num-pages {largest}" if config.num_pages else f"--kv-cache-memory {size}MiB"
+            shorter = f", or --max-model-len {fits}" if fits > 1 else ""
             raise ConfigError(
-                f"the KV pool has {num_pages} pages, one request of {max_model_len} tokens needs up to {largest}: give "
-                f"more memory (--kv-cache-memory {largest * page_bytes / 2**20:.0f}MiB), lower --retention, or write "
-                f"--max-model-len {fits}"
+                f"the KV pool has {num_pages} pages, one request of {max_model_len} tokens needs up to {largest}: "
+                f"write {more}, or a lower --retention{shorter}"
             )
         log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
         max_model_len = fits

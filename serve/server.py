@@ -1,14 +1,46 @@
 """Runs an application under uvicorn until a signal: no new requests, running ones get time, then the rest is cut."""
 
 import asyncio
+import contextlib
+import errno
 import socket
 
 import uvicorn
 from fastapi import FastAPI
 
+from serve.args import ConfigError
 from serve.generation import Draining
 
 _CUT_SECONDS = 2  # for the last error events to reach their clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address (port 0: any free one) for `Server.run`; connections are refused until it listens.
+
+    Raises ConfigError.
+    """
+    try:
+        # The least family: IPv4 for a name that has both.
+        family, kind, protocol, _, address = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        with contextlib.ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, kind, protocol))
+            # The port of a server that has just ended is free, that of one which listens is not.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            on_error.pop_all()
+            return listener
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        advice = (
+            "another --port, or stop the server that uses this one" if taken else "another --host or --port"
+        )
+        raise ConfigError(f"--host {host} --port {port}: {error}: write {advice}") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a server of this socket is found."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -31,7 +63,7 @@ class Server(uvicorn.Server):
 def make_server(
     app: FastAPI, *, host: str, port: int, log_level: str = "info", shutdown_timeout: int = 15
 ) -> Server:
-    """A server for an application of `create_app`, not started yet: call `run()`.
+    """A server for an application of `create_app`, not started yet: call `run()`, which binds unless it is given sockets.
 
     On SIGINT or SIGTERM it stops listening, gives running responses `shutdown_timeout` seconds, ends the rest with
     an error, and then ends the application's lifespan. A second SIGINT stops it at once.

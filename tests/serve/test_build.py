@@ -1,8 +1,14 @@
-"""The shapes that a server compiles."""
+"""The shapes that a server compiles, and what it advises when the memory is too small."""
 
+import re
+
+import jax.numpy as jnp
 import pytest
 
-from serve.build import make_buckets
+from models.registry import LoadedModel
+from models.testing import random_params, tiny_config, tiny_tokenizer
+from serve.args import ConfigError, ServeConfig, make_parser
+from serve.build import build_engine, make_buckets
 
 
 @pytest.mark.parametrize(
@@ -28,3 +34,28 @@ def test_chunks_hold_a_window_and_little_more_than_the_longest_request(
 ):
     buckets = make_buckets(4, tokens, 32, length)
     assert (buckets.mixed_chunks, buckets.largest_chunk, buckets.prompt_logprobs) == (mixed, largest, scored)
+
+
+@pytest.mark.parametrize(
+    ("flags", "advised"),
+    [
+        (["--kv-cache-memory", "1"], ["--kv-cache-memory", "--retention"]),
+        (["--num-pages", "1"], ["--num-pages", "--retention", "--max-model-len"]),
+        (["--num-pages", "2", "--max-model-len", "256"], ["--num-pages", "--retention", "--max-model-len"]),
+    ],
+)
+def test_advice_for_a_small_pool_can_be_followed(flags, advised):
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+
+    def build(*argv):
+        values = vars(make_parser().parse_args([*argv, "--max-num-seqs", "1"]))
+        return build_engine(ServeConfig(**values), model, dtype=jnp.float32)
+
+    with pytest.raises(ConfigError) as refused:
+        build(*flags)
+    advice = re.findall(r"(--[a-z-]+)(?: (\d\w*))?", str(refused.value))
+    assert [flag for flag, _ in advice] == advised
+    for flag, value in advice:
+        if value:
+            build(*flags, flag, value)  # the last one counts

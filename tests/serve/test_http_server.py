@@ -3,12 +3,15 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from serve.args import ConfigError
 from serve.request import EngineUnavailable, RequestRejected
+from serve.server import bind
 from tests.serve.http_server import TOKENIZER, ids, serving, wait_until
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -190,6 +193,41 @@ def test_many_streams_at_once(served):
     assert results == {i: data[: 300 + i].decode("utf-8", "replace") for i in range(16)}
 
 
+def test_large_texts_hold_up_no_small_ones(served, monkeypatch):
+    """Four large texts once took all threads for seconds."""
+    encode = TOKENIZER.encode
+    started, release = threading.Event(), threading.Event()
+
+    def slow_if_large(text, add_special_tokens=True):
+        if len(text) > 1000:
+            started.set()
+            assert release.wait(20)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TOKENIZER, "encode", slow_if_large)
+    large = "x" * 300_000
+    attacks = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": large}]}, 400),
+        ("/v1/completions", {"prompt": large}, 400),
+        ("/tokenize", {"prompt": large}, 200),
+    ] * 2
+    small = [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/tokenize", {"prompt": "Hi"}),
+    ]
+    with ThreadPoolExecutor(len(attacks)) as clients:
+        answers = [clients.submit(served.post, path, body) for path, body, _ in attacks]
+        try:
+            assert started.wait(10)
+            for path, body in small:
+                assert served.post(path, body, timeout=5).status_code == 200
+            assert not any(answer.done() for answer in answers)
+        finally:
+            release.set()
+        assert [answer.result().status_code for answer in answers] == [status for _, _, status in attacks]
+
+
 def test_api_key():
     with serving(api_keys=("sesame", "clé")) as served:
         assert served.openai.models.list().data[0].id == "tiny"  # sends the key
@@ -250,3 +288,9 @@ def test_shutdown_lets_short_responses_finish():
         assert served.post("/v1/completions", {"prompt": "a"}).status_code == 503
         client.join(timeout=20)
     assert answers[0].json()["choices"][0]["text"] == "hello"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "name.invalid", "a" * 64])
+def test_an_address_that_cannot_be_had(host):
+    with pytest.raises(ConfigError, match=f"--host {host} --port 8000: .*: write another --host"):
+        bind(host, 8000)

@@ -1,6 +1,8 @@
-"""`python -m serve` as a process of its own: how it ends."""
+"""`python -m serve` as a process of its own: how it begins and ends."""
 
 import contextlib
+import errno
+import re
 import signal
 import socket
 import subprocess
@@ -10,13 +12,16 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.serve.http_server import wait_until
+from serve.args import ConfigError
+from serve.server import bind
 
 # The real program around the scripted engine: nothing is loaded or compiled.
 PROGRAM = """
+import socket
 import sys
 import threading
 from types import SimpleNamespace
+import jax
 import serve.__main__ as program
 from models.testing import tiny_tokenizer
 from serve.request import TokenOutput
@@ -35,31 +40,108 @@ class Engine(FakeEngine):
 
 model = SimpleNamespace(name="tiny", tokenizer=tiny_tokenizer())
 program.build = lambda config: SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine")
-sys.exit(program.main())
 """
+MAIN = "sys.exit(program.main())"
 
 
 @contextlib.contextmanager
-def program() -> Iterator[tuple[subprocess.Popen, str]]:
-    """The running program and its address, healthy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "--port", str(port)], stderr=subprocess.PIPE, text=True
-    )
-
-    def healthy() -> bool:
+def program(host: str = "127.0.0.1") -> Iterator[tuple[subprocess.Popen, str]]:
+    """The running program and its address, as it says it once it is ready."""
+    command = [sys.executable, "-c", PROGRAM + MAIN, "--host", host, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
+            assert process.stderr is not None
+            said = next(filter(None, (re.search(r"Ready .*(http://\S+)", line) for line in process.stderr)))
+            yield process, said[1]
+        finally:
+            process.kill()
 
-    try:
-        wait_until(healthy, 60)
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
+
+def ended(changes: str, port: int = 0) -> tuple[int, str]:
+    """Exit status and errors of the program with some of its parts changed."""
+    command = [sys.executable, "-c", PROGRAM + changes + "\n" + MAIN, "--port", str(port)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def taken() -> Iterator[socket.socket]:
+    """A socket on a port of its own, which does not listen yet."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        yield other
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_it_serves_where_it_says(host: str) -> None:
+    if host == "::1":
+        try:
+            bind(host, 0).close()
+        except ConfigError:
+            pytest.skip("this machine has no IPv6")
+    with program(host) as (_, address):
+        assert address.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:")
+        assert httpx.get(f"{address}/health", trust_env=False).status_code == 200
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded(taken: socket.socket) -> None:
+    taken.listen()
+    port = taken.getsockname()[1]
+    status, errors = ended("program.build = None", port)
+    assert status == 2
+    assert f"Cannot serve: --host 127.0.0.1 --port {port}: " in errors
+    assert "write another --port, or stop the server" in errors
+    assert "Traceback" not in errors
+
+
+def test_connections_are_refused_until_it_is_ready(taken: socket.socket) -> None:
+    port = taken.getsockname()[1]
+    taken.close()
+    tries = f"Engine.start = lambda *_: sys.exit(socket.socket().connect_ex(('127.0.0.1', {port})))"
+    assert ended(tries, port)[0] == errno.ECONNREFUSED
+
+
+def test_of_two_that_load_for_one_port_the_later_one_ends(taken: socket.socket) -> None:
+    """Both bind it: neither listens yet."""
+    port = taken.getsockname()[1]
+    other = f"""
+def start(self, progress):
+    global other
+    other = socket.socket()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.bind(("127.0.0.1", {port}))
+    other.listen()
+Engine.start = start
+"""
+    status, errors = ended(other, port)
+    assert status == 2
+    assert "Cannot serve: [Errno 98] Address already in use" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("part", ["program.build", "Engine.start"])
+def test_a_pool_beyond_the_memory_is_a_fault_of_the_configuration(part: str) -> None:
+    status, errors = ended(f"{part} = lambda *_: jax.numpy.zeros(2**50).block_until_ready()")
+    assert status == 2
+    assert "Cannot serve: RESOURCE_EXHAUSTED: Out of memory" in errors
+    for flag in ("--num-pages", "--kv-cache-memory", "--gpu-memory-utilization"):
+        assert flag in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("part", ["program.build", "Engine.start"])
+def test_interrupted_before_it_serves_it_leaves_quietly(part: str) -> None:
+    status, errors = ended(f"import signal\n{part} = lambda *_: signal.raise_signal(signal.SIGINT)")
+    assert status == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("error", ["jax.errors.JaxRuntimeError('INTERNAL')", "ValueError('a bug')"])
+def test_other_errors_while_compiling_are_seen(error: str) -> None:
+    status, errors = ended(f"def start(self, progress): raise {error}\nEngine.start = start")
+    assert status == 1
+    assert "Traceback" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
