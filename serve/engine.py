@@ -60,7 +60,7 @@ class Engine:
         self.failed = False
         self.on_failure: Callable[[], None] = lambda: None
         self._arrivals = 0
-        self._totals = {"steps": 0, "prompt": 0, "generated": 0}
+        self._totals = {"steps": 0, "prompt": 0, "prefilled": 0, "generated": 0}
         self._retired = Counter[str]()  # counters of schedulers before the present one
         self._gauges: tuple[int, float | None] = 0, None  # pages_stored, retention_reached
         self._gauges_due = 0.0
@@ -180,6 +180,7 @@ class Engine:
             self._scheduler.after_dispatch(work)
             self._under_way.append(_UnderWay(handles, work.chunk))
             self._totals["steps"] += 1
+            self._totals["prefilled"] += len(work.chunk.tokens) if work.chunk else 0
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read(self._under_way.popleft())
         self._update_stats()
@@ -322,6 +323,7 @@ class Engine:
             stored_sessions=len(scheduler.sessions),
             pages_stored=self._gauges[0],
             prompt_tokens_total=self._totals["prompt"],
+            prefilled_tokens_total=self._totals["prefilled"],
             generation_tokens_total=self._totals["generated"],
             prefix_query_tokens_total=counters["prefix_queries"],
             prefix_hit_tokens_total=counters["prefix_hits"],

@@ -38,6 +38,11 @@ _COUNTERS = (
         "prompt_tokens_total",
         "Prompt tokens of requests that began to answer, cached ones included",
     ),
+    (
+        "prefilled_tokens",
+        "prefilled_tokens_total",
+        "Tokens run in chunks: prompts but for what was cached, and what runs again",
+    ),
     ("generation_tokens", "generation_tokens_total", "Tokens generated"),
     ("prefix_cache_queries", "prefix_query_tokens_total", "Prompt tokens looked up among stored prefixes"),
     ("prefix_cache_hits", "prefix_hit_tokens_total", "Prompt tokens found in stored prefixes"),

@@ -91,6 +91,7 @@ class EngineStats:
     stored_sessions: int = 0
     pages_stored: int = 0  # the part of pages_used that stored sessions alone own (can be evicted)
     prompt_tokens_total: int = 0
+    prefilled_tokens_total: int = 0  # run in chunks: prompts but for what was cached, and what runs again
     generation_tokens_total: int = 0
     prefix_query_tokens_total: int = 0  # prompt tokens looked up among stored prefixes
     prefix_hit_tokens_total: int = 0  # prompt tokens found there and not prefilled again

@@ -305,6 +305,6 @@ def test_turn_five_recalls_turn_one_with_the_real_model(retention):
     assert not any("BANANA" in message["content"] for message in messages[2:-1])
     assert stats.compilations_after_warmup == 0
     assert stats.stored_sessions == 1
-    assert stats.prompt_tokens_total < 0.6 * sum(asked)
+    assert stats.prefilled_tokens_total < 0.6 * sum(asked)
     # At so few tokens the least that every head keeps, 128 entries, and the whole last answer weigh in.
     assert retention <= stats.retention_reached <= (1 if retention == 1 else 0.65)

@@ -104,7 +104,8 @@ def test_a_conversation_goes_on_where_it_ended(engine):
     assert stats.prefix_query_tokens_total == sum(asked)
     assert stats.prefix_hit_tokens_total == sum(n - 10 for n in asked[1:])
     # What is prefilled again: the new tokens, and of what is stored as much as a window of queries lacks.
-    assert stats.prompt_tokens_total <= 40 + 3 * (10 + 16) + 4 * 16
+    assert stats.prefilled_tokens_total <= 40 + 3 * (10 + 16) + 4 * 16
+    assert stats.prompt_tokens_total == sum(asked)
 
 
 def test_regenerate_and_edit(engine):
