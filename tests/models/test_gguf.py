@@ -1,0 +1,201 @@
+"""GGUF files: what llama.cpp writes is read as llama.cpp reads it."""
+
+import shutil
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.attention import dense_attend
+from models.config import UnsupportedModelError
+from models.gguf import GGUFFile, _pre_tokenizer, unpermute_rope
+from models.registry import load_model
+from models.testing import SPECIAL_TOKENS, TINY_CHAT_TEMPLATE
+from models.tokenizer import BYTE_TO_CHAR
+from models.transformer import forward
+from models.weights import WeightMismatchError, assemble_params
+from tests.models.checkpoints import Tensors
+
+
+def permute_rope(weight, num_heads):
+    """What llama.cpp's converter does to query and key matrices of Llama."""
+    half = weight.shape[0] // num_heads // 2
+    return weight.reshape(num_heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path,
+    source,
+    config,
+    *,
+    architecture="llama",
+    scale=1.0,
+    rope_factors=None,
+    pre="smollm",
+    floats=None,
+    ints=None,
+):
+    """The tiny checkpoint as llama.cpp would write it, with the tiny tokenizer; q/k permuted, names mapped."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    tokens = [*SPECIAL_TOKENS, *(BYTE_TO_CHAR[b] for b in range(255)), "ab"]  # byte 255 is never in UTF-8
+    for key, value in (floats or {}).items():
+        writer.add_float32(key, value)
+    for key, value in (ints or {}).items():
+        writer.add_uint32(key, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(tokens) - len(SPECIAL_TOKENS)))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TINY_CHAT_TEMPLATE)
+    table = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
+    }  # fmt: skip
+    for name, x in source.tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            x = permute_rope(x, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        for huggingface, short in table.items():
+            name = name.replace(huggingface, short)
+        writer.add_tensor(name, np.ascontiguousarray(x * np.float32(scale)))
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def gguf_tiny(tiny):
+    """The tiny checkpoint with the vocabulary of the tiny tokenizer."""
+    source, config = tiny
+    tensors = {**source.tensors}
+    config = config.replace(vocab_size=264)
+    tensors["model.embed_tokens.weight"] = np.resize(tensors["model.embed_tokens.weight"], (264, 32))
+    return Tensors(tensors), config
+
+
+def logits_of(params, config):
+    tokens = jnp.arange(20, dtype=jnp.int32)
+    return forward(params, config, tokens, tokens, dense_attend(tokens), None)[0]
+
+
+def test_unpermute_undoes_llama_cpp():
+    weight = np.arange(4 * 8 * 3).reshape(32, 3)
+    assert (unpermute_rope(permute_rope(weight, 4), 4) == weight).all()
+    assert not (permute_rope(weight, 4) == weight).all()
+
+
+def test_gguf_file_and_its_cache(gguf_tiny, tmp_path, cache, monkeypatch, caplog):
+    source, config = gguf_tiny
+    path = write_gguf(tmp_path / "tiny.gguf", source, config)
+    first = load_model(path, progress=False)
+    expected = assemble_params(source, config, jnp.float32, progress=False)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first.params, expected))
+    assert first.name == "tiny" and first.config.eos_token_ids == (0, 2) and first.config.tie_embeddings
+    np.testing.assert_array_equal(logits_of(first.params, first.config), logits_of(expected, config))
+    ids = first.tokenizer.apply_chat_template([{"role": "user", "content": "é🙂 12"}])
+    assert ids[0] == 1 and "é🙂 12" in first.tokenizer.decode(ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("models.gguf.GGUFFile.__init__", lambda *args: pytest.fail("converted again"))
+        second = load_model(path, progress=False)
+    assert second.config == first.config and second.tokenizer.eos_token_ids == (0, 2)
+    assert second.tokenizer.apply_chat_template([{"role": "user", "content": "é🙂 12"}]) == ids
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first.params, second.params))
+
+    # Another dtype and a changed file are other entries; a damaged entry is converted again.
+    assert load_model(path, dtype=jnp.bfloat16, progress=False).params["embed"].dtype == jnp.bfloat16
+    assert len(list((cache / "converted").iterdir())) == 2
+    path.unlink()
+    write_gguf(path, source, config, scale=2.0)
+    changed = load_model(path, progress=False)
+    np.testing.assert_array_equal(changed.params["embed"], 2 * first.params["embed"])
+    for entry in (cache / "converted").iterdir():
+        shutil.rmtree(entry / "params")
+    again = load_model(path, progress=False)
+    np.testing.assert_array_equal(again.params["embed"], changed.params["embed"])
+    assert "converting again" in caplog.text
+
+
+def test_gguf_rope_factors_and_untied_head(gguf_tiny, tmp_path, cache):
+    source, config = gguf_tiny
+    head = Tensors(source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"] * 2})
+    loaded = load_model(write_gguf(tmp_path / "f.gguf", head, config, rope_factors=[1, 1, 1, 1, 8, 8, 8, 8]))
+    assert not loaded.config.tie_embeddings and loaded.params["lm_head"].shape == (32, 264)
+    assert loaded.config.rope_scaling.factors == (1, 1, 1, 1, 8, 8, 8, 8)
+    assert load_model(tmp_path / "f.gguf").config == loaded.config  # also through the cache
+
+
+@pytest.mark.parametrize(("pre", "bos"), [("smollm", []), ("llama-bpe", [1])])
+def test_gguf_begins_texts_as_llama_cpp_does(pre, bos, gguf_tiny, tmp_path, cache):
+    loaded = load_model(write_gguf(tmp_path / "b.gguf", *gguf_tiny, pre=pre), progress=False)
+    assert loaded.tokenizer.encode("ab") == [*bos, 263]
+
+
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_gguf_rope_is_scaled_linearly_unless_it_says_otherwise(key, gguf_tiny, tmp_path, cache):
+    floats = {f"llama.rope.{key}": 4.0}
+    loaded = load_model(write_gguf(tmp_path / "r.gguf", *gguf_tiny, floats=floats), progress=False)
+    assert (loaded.config.rope_scaling.kind, loaded.config.rope_scaling.factor) == ("linear", 4.0)
+    factors = [1.0] * 4 + [2.0] * 4
+    path = write_gguf(tmp_path / "f.gguf", *gguf_tiny, floats=floats, rope_factors=factors)
+    assert load_model(path, progress=False).config.rope_scaling.factors == (4.0,) * 4 + (8.0,) * 4
+
+
+def test_gguf_errors(gguf_tiny, tmp_path, cache):
+    source, config = gguf_tiny
+    with pytest.raises(UnsupportedModelError, match="architecture gemma3 not supported"):
+        load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma3"))
+    (tmp_path / "text.gguf").write_text("not a model at all")
+    with pytest.raises(UnsupportedModelError, match="not a readable GGUF"):
+        load_model(tmp_path / "text.gguf")
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'qwen2' not supported"):
+        load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="qwen2"))
+    half = {"llama.rope.dimension_count": config.head_dim // 2}
+    with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
+        load_model(write_gguf(tmp_path / "h.gguf", source, config, ints=half))
+    del source.tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(WeightMismatchError, match=r"blk\.1\.ffn_up\.weight: missing"):
+        load_model(write_gguf(tmp_path / "m.gguf", source, config), progress=False)
+    assert not (cache / "converted").exists()
+
+
+def test_pre_tokenizers_split_as_llama_cpp_does():
+    def split(pre, text):
+        return [piece for piece, _ in _pre_tokenizer(pre, Path("x")).pre_tokenize_str(text)]
+
+    assert split("smollm", "it's 1234½") == ["it", "'s", "Ġ", "1", "2", "3", "4", "Â½"]
+    assert split("gpt-2", "it's 1234") == ["it", "'s", "Ġ1234"]
+    assert split("llama-bpe", "IT'S 1234\n\nx") == ["IT", "'S", "Ġ", "123", "4", "ĊĊ", "x"]
+
+
+def test_quantised_gguf_tensors_are_dequantised(gguf_tiny, tmp_path):
+    source, config = gguf_tiny
+    path = write_gguf(tmp_path / "q.gguf", source, config)
+    file = GGUFFile(path)
+    wanted = file.read("blk.0.ffn_up.weight")
+    tensor = file._tensors["blk.0.ffn_up.weight"]
+    packed = gguf.quants.quantize(wanted, gguf.GGMLQuantizationType.Q8_0)
+    file._tensors["blk.0.ffn_up.weight"] = tensor._replace(
+        data=packed, tensor_type=gguf.GGMLQuantizationType.Q8_0
+    )
+    np.testing.assert_allclose(file.read("blk.0.ffn_up.weight"), wanted, atol=np.abs(wanted).max() / 100)
