@@ -9,6 +9,10 @@ from typing import Any
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
+# What transformers takes where a Mistral's config.json says nothing (MistralConfig).
+MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+
+
 class UnsupportedModelError(ValueError):
     """The model cannot be served; the message says why and what is supported."""
 
@@ -93,11 +97,14 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     Raises UnsupportedModelError, naming every feature that this package lacks, for anything but a plain Llama.
     """
     architectures = config.get("architectures") or ["(none given)"]
+    if "MistralForCausalLM" in architectures:
+        config = {**MISTRAL_DEFAULTS, **config}
     problems = []
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         problems.append(f"architecture {', '.join(architectures)}")
-    if architectures[0] == "MistralForCausalLM" and config.get("sliding_window") is not None:
-        problems.append(f"sliding_window={config['sliding_window']}")
+    window = config.get("sliding_window") if "MistralForCausalLM" in architectures else None
+    if window is not None and window < config["max_position_embeddings"]:
+        problems.append(f"sliding_window={window}")
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag):
             problems.append(f"{flag}=true")
@@ -109,7 +116,13 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling: RopeScaling | None = None
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "llama3":
+    numbers = {
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "linear": ("factor",),
+    }
+    if absent := [key for key in numbers.get(kind, ()) if rope.get(key) is None]:
+        problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
+    elif kind == "llama3":
         scaling = RopeScaling(
             kind=kind,
             factor=float(rope["factor"]),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from tangram_jax.plan import CachePlan
+from tangram_jax.plan import MAX_TOKENS, CachePlan
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
 NO_PAGE = -1
@@ -91,8 +91,9 @@ def init_cache(
 ) -> Cache:
     """An empty cache of `num_pages` pages and `max_requests` rows.
 
-    `max_tokens`: longest conversation of a row (default: the model's positions); `max_tail`: most tokens that a row
-    keeps whole before they must be compressed. Raises ValueError when the plan is for another model.
+    `max_tokens`: longest conversation of a row (default: the model's positions, at most plan.MAX_TOKENS); `max_tail`: most
+    tokens that a row keeps whole before they must be compressed; `dtype`: of the parameters, as the GPU kernels take
+    16-bit pages of the activations' dtype alone. Raises ValueError when the plan is for another model.
     """
     heads = (model_config.num_layers, model_config.num_kv_heads)
     if plan.group_of.shape != heads:
@@ -100,7 +101,16 @@ def init_cache(
             f"the profile has {plan.group_of.shape} (layers, KV heads), model {model_config.name} has {heads}: "
             "calibrate a profile for this model (python -m calibrate)"
         )
-    layout = row_layout(plan, model_config.max_positions if max_tokens is None else max_tokens, max_tail)
+    if max_tokens is None:
+        max_tokens = min(model_config.max_positions, MAX_TOKENS)
+    if not 1 <= max_tokens <= MAX_TOKENS or max_tail < 0:
+        raise ValueError(
+            f"max_tokens must lie between 1 and {MAX_TOKENS} and max_tail must not be negative; "
+            f"got {max_tokens} and {max_tail}"
+        )
+    layout = row_layout(plan, max_tokens, max_tail)
+    if not layout.width:
+        raise ValueError("no group may keep anything: raise the budgets, min_entries or max_tail")
     page = (2, plan.heads_per_page, plan.page_size, model_config.head_dim)
     return Cache(
         pool=jnp.zeros((num_pages, *page), dtype),
@@ -186,20 +196,23 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     """Make the empty row `dst` a copy of row `src`, reserved tail pages included.
 
     Full pages of locked entries are never written again and get a second owner; the others (at most window + tail
-    entries of each group) are copied. Needs plan.pages(tokens, tail) - plan.shared_pages(tokens) free pages.
+    entries of each group) are copied. Needs plan.pages(tokens, tail) - plan.shared_pages(tokens) free pages, where `tail`
+    is what the row has reserved; with fewer `dst` stays empty.
     """
     layout, size = cache.layout, plan.page_size
     pages = cache.table[src]
     held = pages != NO_PAGE
     full = plan.locked(cache.tokens[src]) // size  # [M] shareable pages
     shared = held & (layout.index < full[layout.group])
-    cache, fresh = _take_pages(cache, held & ~shared)
+    enough = (held & ~shared).sum() <= cache.num_free
+    shared &= enough
+    cache, fresh = _take_pages(cache, held & enough & ~shared)
     cache = replace(
         cache,
         owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),
         table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
-        tokens=cache.tokens.at[dst].set(cache.tokens[src]),
-        tail=cache.tail.at[dst].set(cache.tail[src]),
+        tokens=cache.tokens.at[dst].set(jnp.where(enough, cache.tokens[src], 0)),
+        tail=cache.tail.at[dst].set(jnp.where(enough, cache.tail[src], 0)),
     )
     # The pages to copy lie together: at most this many of each group, from its first unshared page on.
     most = -(-(plan.window + layout.max_tail) // size) + 1

@@ -27,12 +27,16 @@ log = logging.getLogger("tangram")
 
 def chunk_supported(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
     """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool."""
-    return (
-        jax.default_backend() == "gpu"
-        and dtype in (jnp.bfloat16, jnp.float16)
-        and pool.dtype == dtype
-        and q_shape[-1] in CUDNN_HEAD_DIMS
-    )
+    if jax.default_backend() != "gpu" or dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != dtype:
+        return False
+    return q_shape[-1] in CUDNN_HEAD_DIMS and q_shape[-1] <= _largest_cudnn_head()
+
+
+def _largest_cudnn_head() -> int:
+    """cuDNN may have to do what our kernel does not take: it wants Ampere or later, and Hopper for heads of 256."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    generation = int(capability.split(".")[0]) if capability.replace(".", "").isdigit() else 0  # AMD: gfx942
+    return 256 if generation >= 9 else 128 if generation >= 8 else 0
 
 
 class ChunkAttention:

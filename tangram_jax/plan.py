@@ -81,6 +81,7 @@ class CachePlan:
         ):
             if int(value) != value or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+        heads_per_page, page_size = int(heads_per_page), int(page_size)
         budgets = np.asarray(profile.budgets, np.float32)
         layers, heads = budgets.shape
         group_of = np.empty(layers * heads, np.int32)
@@ -100,8 +101,8 @@ class CachePlan:
         np.maximum.at(group_budgets, group_of, budgets.reshape(-1))
         return cls(
             profile=profile,
-            heads_per_page=int(heads_per_page),
-            page_size=int(page_size),
+            heads_per_page=heads_per_page,
+            page_size=page_size,
             cluster=cluster,
             sinks=int(sinks),
             window=int(window),

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -175,31 +174,38 @@ class BudgetProfile:
         try:
             with np.load(path, allow_pickle=False) as archive:
                 data = {name: archive[name] for name in archive.files}
-        except (zipfile.BadZipFile, EOFError, ValueError, AttributeError, TypeError) as error:
+            header = json.loads(str(data["header"])) if "header" in data else {}
+        except FileNotFoundError:
+            raise
+        except (
+            Exception
+        ) as error:  # damaged archives fail in many ways: BadZipFile, zlib.error, TokenError, ...
             raise ValueError(
                 f"{path} is not a budget profile (.npz of BudgetProfile.save): {error}"
             ) from error
         missing = {"header", "budgets", "mean", "std"} - data.keys()
         if missing:
             raise ValueError(f"{path} is not a budget profile: it has no {', '.join(sorted(missing))}")
-        header = json.loads(str(data["header"]))
-        if header.get("format") != FORMAT_VERSION:
-            found = header.get("format")
+        found = header.get("format") if isinstance(header, dict) else None
+        if found != FORMAT_VERSION:
             raise ValueError(f"{path} has profile format {found}, expected {FORMAT_VERSION}: calibrate again")
         missing = {"retention", "alpha", "provenance"} - header.keys()
         if missing:
             raise ValueError(
                 f"{path} is not a budget profile: its header has no {', '.join(sorted(missing))}"
             )
-        return cls(
-            budgets=data["budgets"],
-            retention=header["retention"],
-            alpha=header["alpha"],
-            mean=data["mean"],
-            std=data["std"],
-            ratios=data.get("ratios"),
-            provenance=header["provenance"],
-        )
+        try:
+            return cls(
+                budgets=data["budgets"],
+                retention=header["retention"],
+                alpha=header["alpha"],
+                mean=data["mean"],
+                std=data["std"],
+                ratios=data.get("ratios"),
+                provenance=header["provenance"],
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a budget profile: {error}") from error
 
 
 def _unit_array(name: str, value: ArrayLike, *, ndim: int) -> np.ndarray:

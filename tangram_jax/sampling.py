@@ -252,7 +252,10 @@ def mark_output(state: SamplerState, row: Array, tokens: Array, count: Array) ->
     Only a row with penalties needs it.
     """
     at = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, state.vocab_size)
-    return replace(state, seen=state.seen.at[row, at].add(jnp.uint16(1), mode="drop"))
+    counted = jnp.zeros(state.vocab_size, jnp.int32).at[at].add(1, mode="drop")
+    seen = state.seen[row]
+    count = jnp.minimum((seen & jnp.uint16(_MAX_COUNT)) + counted, _MAX_COUNT).astype(jnp.uint16)
+    return replace(state, seen=state.seen.at[row].set(count | (seen & jnp.uint16(_IN_PROMPT))))
 
 
 def last_tokens(state: SamplerState, rows: Array) -> Array:

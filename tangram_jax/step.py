@@ -53,6 +53,10 @@ def step(
     Returns (logits f32[R, V], cache): the logits after the chunk's last valid token first (with `all_logits` those of
     all T chunk tokens), then those of the B decode tokens. The rows' pages must be reserved; no row may be in both.
     """
+    if decode:
+        rows = jnp.asarray(decode.rows)  # a negative one would be counted from the end
+        is_row = (rows >= 0) & (rows < cache.num_rows)
+        decode = Decode(jnp.where(is_row, rows, cache.num_rows), jnp.asarray(decode.tokens))
     # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
     alone = decode is not None and not chunk and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
     if alone and decode:
@@ -127,7 +131,7 @@ def prefill_chunk(
     Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
     and the cache donated. Reserve pages for the row's new token count first.
     """
-    chunk = Chunk(jnp.asarray(row), tokens, jnp.asarray(count))
+    chunk = Chunk(jnp.asarray(row), jnp.asarray(tokens), jnp.asarray(count))
     logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
     return logits[0], cache
 

@@ -22,6 +22,7 @@ def append_reference(
     size, num_pages = pool.shape[3], pool.shape[0]
     index = lengths // size
     inside = index < capacity
+    rows = jnp.where(rows < 0, table.shape[0], rows)  # an empty slot, not counted from the end
     table = table.at[rows].get(mode="fill", fill_value=-1)
     number = jnp.take_along_axis(table, jnp.where(inside, first + index, 0), axis=1)  # [B, M]
     there = inside & (number >= 0)

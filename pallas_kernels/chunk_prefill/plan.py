@@ -192,7 +192,7 @@ def _tiles(
     tiles = tiles.reshape(-1, TILE_COLUMNS)
     rows_of = jnp.concatenate([front, jnp.zeros_like(tiles)])
     placed = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
-    return placed, jnp.asarray(own.count * heads, i32) + cut_rows
+    return placed, (own.count * heads + cut_rows).astype(i32)
 
 
 def _stack(values: dict[int, Any], shape: tuple[int, int]) -> jax.Array:

@@ -1,10 +1,12 @@
 """`examples/decode_step.py`: exact at full retention, runs by itself, and does not reach into the server."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tangram_jax as tj
 from examples.decode_step import generate
@@ -49,13 +51,22 @@ def test_half_the_cache_and_an_end_by_eos():
     assert cache.tail.tolist() == [0, 0]
 
 
-def test_the_example_runs_without_the_server():
+@pytest.mark.parametrize("x64", ["0", "1"])
+def test_the_example_runs_without_the_server(x64):
+    """Also in a program that computes in 64 bits elsewhere."""
     script = "import runpy, sys; sys.argv = ['decode_step.py', '--tokens', '4', 'Hi']\n"
     script += (
         "runpy.run_path('examples/decode_step.py', run_name='__main__'); assert 'serve' not in sys.modules"
     )
+    environment = os.environ | {"JAX_ENABLE_X64": x64}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "> Hi\ntoken ids [" in done.stdout

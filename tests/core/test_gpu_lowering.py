@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.testing import random_params, tiny_config
+from tangram_jax import gpu_attention
 
 CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
 
@@ -62,3 +64,36 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
         assert kernels(text) == 2  # attention, appending
         assert "stablehlo.while" not in text
     assert not caplog.records  # nothing was left to XLA with a warning
+
+
+@pytest.mark.parametrize(
+    ("capability", "largest"), [("9.0", 256), ("10.3", 256), ("8.6", 128), ("7.5", 0), ("gfx942", 0)]
+)
+def test_heads_that_cudnn_takes(monkeypatch, capability, largest):
+    """What the composition cannot take goes to XLA operations, with no error from the depths of cuDNN."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    for head_dim in (64, 128, 256):
+        pool = jax.ShapeDtypeStruct((4, 2, 1, 16, head_dim), jnp.bfloat16)
+        supported = gpu_attention.chunk_supported((64, 2, 4, head_dim), pool.dtype, pool)
+        assert supported == (head_dim <= largest)
+
+
+def test_steps_lower_beside_64_bit_numbers(hopper):
+    with jax.enable_x64(True):
+        plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
+        cache = tj.init_cache(plan, CONFIG, num_pages=8, max_requests=2, max_tokens=256, dtype=jnp.bfloat16)
+        chunk = dict(row=np.int32(1), tokens=np.zeros(64, np.int32), count=np.int32(50))
+        scorer = tj.get_scorer("expected_attention")
+        text = lowered(
+            lambda params, cache: tj.prefill_chunk(params, CONFIG, plan, cache, scorer=scorer, **chunk),
+            params,
+            cache,
+        )
+        assert kernels(text) == 4
+        rows = dict(rows=np.zeros(2, np.int32), tokens=np.zeros(2, np.int32))
+        text = lowered(
+            lambda params, cache: tj.decode_step(params, CONFIG, plan, cache, **rows), params, cache
+        )
+        assert kernels(text) == 2

@@ -131,6 +131,16 @@ def test_files_that_are_no_profiles(tmp_path):
     (tmp_path / "empty.npz").write_bytes(b"")
     good = dict(mean=np.ones((2, 2)), std=np.ones((2, 2)), budgets=np.ones((2, 2)))
     np.savez(tmp_path / "header.npz", header=json.dumps({"format": FORMAT_VERSION}), **good)
-    for name in ("text.npz", "other.npz", "array.npy", "empty.npz", "header.npz"):
-        with pytest.raises(ValueError, match="not a budget profile"):
-            BudgetProfile.load(tmp_path / name)
+    np.savez(tmp_path / "words.npz", header="words", **good)
+    header = {"format": FORMAT_VERSION, "retention": None, "alpha": 1.0, "provenance": {}}
+    np.savez(tmp_path / "none_given.npz", header=json.dumps(header), **good)
+    BudgetProfile.uniform(2, 2, 0.5).save(tmp_path / "damaged.npz")
+    damaged = bytearray((tmp_path / "damaged.npz").read_bytes())
+    damaged[60:90] = bytes(30)
+    (tmp_path / "damaged.npz").write_bytes(damaged)
+    for path in tmp_path.iterdir():
+        with pytest.raises(ValueError, match=f"{path.name} is not a budget profile"):
+            BudgetProfile.load(path)
+    np.savez(tmp_path / "list.npz", header="[1]", **good)
+    with pytest.raises(ValueError, match="profile format None"):
+        BudgetProfile.load(tmp_path / "list.npz")

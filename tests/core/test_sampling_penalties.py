@@ -90,6 +90,8 @@ def test_counts_stay_apart_from_the_prompt_bit():
     assert state.seen[0, 3] == 32767
     state = mark_prompt(state, 0, np.array([3, 3, 4]), 3)
     assert state.seen[0, 2:5].tolist() == [0, 32767 + 32768, 32768]
+    state = mark_output(state, 0, np.array([3, 4, 4, 5]), 3)
+    assert state.seen[0, 2:6].tolist() == [0, 32767 + 32768, 32770, 0]
 
 
 def test_min_tokens_bans_stop_ids_until_then():

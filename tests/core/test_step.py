@@ -304,6 +304,34 @@ def test_a_fork_goes_its_own_way():
     assert int(cache.owners.sum()) == 0
 
 
+def test_a_fork_without_enough_pages_leaves_its_row_empty():
+    plan = plan_of("1.0", 2, 8)
+    need = plan.pages(53, 20) - plan.shared_pages(53)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=plan.pages(53, 20) + need - 1, max_requests=3, max_tokens=160, max_tail=32
+    )
+    cache = tj.reserve(plan, cache, ROW, np.int32(53), np.int32(20))
+    _, cache = prefill(plan, cache, random_tokens(53), 53)
+    before = jax.tree.map(np.asarray, (cache.owners, cache.num_free, cache.table))
+    cache = tj.fork(plan, cache, ROW, np.int32(2))
+    assert (cache.tokens[2], cache.tail[2]) == (0, 0)
+    for got, want in zip((cache.owners, cache.num_free, cache.table), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_any_number_of_no_row_is_an_empty_slot():
+    plan = plan_of("1.0", 2, 8)
+    cache = tj.reserve(plan, new_cache(plan), np.int32(2), np.int32(53), np.int32(20))
+    _, cache = prefill(plan, cache, random_tokens(53), 53, row=np.int32(2))
+    pool = np.asarray(cache.pool)
+    for row in (-1, 3, 99):
+        _, cache = decode_step(
+            PARAMS, CONFIG, plan, cache, rows=np.array([row], np.int32), tokens=np.array([9], np.int32)
+        )
+        assert cache.tail.tolist() == [0, 0, 0]
+        np.testing.assert_array_equal(cache.pool, pool)
+
+
 def test_the_pool_is_never_copied():
     """Donated and written in place: the compiled step needs less temporary memory than the pool's size."""
     plan = tj.CachePlan.build(ragged_profile(), 2, 16)
@@ -333,3 +361,17 @@ def test_a_plan_for_another_model_is_refused():
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(3, 5, 0.5))
     with pytest.raises(ValueError, match="calibrate a profile for this model"):
         new_cache(plan)
+
+
+def test_limits_of_a_cache():
+    plan = plan_of("1.0", 2, 8)
+    config = CONFIG.replace(max_positions=2_000_000)
+    small = dict(num_pages=1, max_requests=1)
+    assert tj.init_cache(plan, config, **small).layout.max_tokens == 1_000_000
+    with pytest.raises(ValueError, match=r"max_tokens must lie between 1 and 1000000 .*got 1000001"):
+        tj.init_cache(plan, config, max_tokens=1_000_001, **small)
+    nothing = tj.CachePlan.build(
+        tj.BudgetProfile(budgets=np.zeros(HEADS), retention=0.5), 2.0, 8.0, min_entries=0
+    )
+    with pytest.raises(ValueError, match="no group may keep anything"):
+        tj.init_cache(nothing, CONFIG, max_tail=0, **small)

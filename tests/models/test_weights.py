@@ -66,7 +66,16 @@ def test_tied_and_untied_heads(tiny):
             {"architectures": ["GemmaForCausalLM"]},
             "architecture GemmaForCausalLM.*Supported: LlamaForCausalLM and Mistral",
         ),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window=4096"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding_window=64"),
+        (
+            {"architectures": ["Other", "MistralForCausalLM"], "max_position_embeddings": 8192},
+            "sliding_window=4096",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "'llama3' without low_freq_factor, high",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' without factor"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias=true; mlp_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling of type 'yarn'"),
@@ -83,9 +92,11 @@ def test_configurations_of_several_versions():
     old = {
         k: v for k, v in HF_CONFIG.items() if k not in ("rope_parameters", "head_dim", "num_key_value_heads")
     }
-    config = config_from_huggingface(
-        old | {"rope_theta": 5000, "eos_token_id": [2, 5], "architectures": ["MistralForCausalLM"]}, "x"
-    )
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None, "num_key_value_heads": None}
+    config = config_from_huggingface(old | mistral | {"rope_theta": 5000, "eos_token_id": [2, 5]}, "x")
+    # A window that nothing can outgrow is none.
+    wide = {"sliding_window": 4096, "max_position_embeddings": 4096}
+    assert config_from_huggingface(old | mistral | wide, "x").max_positions == 4096
     assert (config.rope_theta, config.head_dim, config.num_kv_heads) == (5000.0, 8, 4)
     assert config.eos_token_ids == (2, 5) and config.rope_scaling is None
     llama3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
