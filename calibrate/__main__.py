@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.table import Table
 from calibrate.measure import SINKS, aside
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
+from tangram_jax.plan import default_heads_per_page
 from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
 REPORT_TOKENS = 4096
@@ -61,7 +63,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seed", type=int, default=0, help="which samples are drawn")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     out.add_argument(
-        "--heads-per-page", type=int, default=4, help="for the report and pictures of head groups"
+        "--heads-per-page",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="for the report and pictures of head groups (default: what `python -m serve` takes for the model)",
     )
     out.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
     out.add_argument("--plots", type=Path, metavar="DIR", help="write pictures here")
@@ -69,9 +74,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status (2 for bad options, like argparse)."""
+    """Runs the command; returns its exit status (2 for bad options, like argparse; 130 if interrupted)."""
     arguments = parser().parse_args(argv)
     console = Console(stderr=True)
+    try:
+        return _run(arguments, console)
+    except KeyboardInterrupt:
+        console.print("calibrate: interrupted, no profile was written", style="red")
+        return 130
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
     try:
         _validate(arguments)
         scorer = _scorer(arguments.method, arguments.option)
@@ -83,18 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from models.registry import load_model  # after the options are known to be good
 
         model = load_model(arguments.model, dtype=arguments.dtype)
+        limit = model.config.max_positions
+        if arguments.sample_tokens > limit:
+            raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")
+        size, seed = arguments.sample_tokens, arguments.seed
+        samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
+        heldout = heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
     except (ValueError, OSError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
-    limit = model.config.max_positions
-    if arguments.sample_tokens > limit:
-        console.print(
-            f"calibrate: --sample-tokens must be at most {limit}, the model's positions", style="red"
-        )
-        return 2
-    size, seed = arguments.sample_tokens, arguments.seed
-    samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
-    heldout = heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
+    heads_per_page = getattr(arguments, "heads_per_page", default_heads_per_page(model.config.num_kv_heads))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(
@@ -112,12 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             on_sample=lambda: progress.advance(task),
         )
     result.profile.save(arguments.out)
-    _report(result, Console(), arguments.heads_per_page)
+    _report(result, Console(), heads_per_page)
     print(f"wrote {arguments.out}")
     if arguments.plots:
         from calibrate.plots import write_pictures
 
-        for path in write_pictures(result.profile, arguments.plots, heads_per_page=arguments.heads_per_page):
+        for path in write_pictures(result.profile, arguments.plots, heads_per_page=heads_per_page):
             print(f"wrote {path}")
     return 0
 
@@ -128,7 +139,8 @@ def _scorer(method: str, options: Sequence[str]) -> Scorer:
     for option in options:
         name, _, text = option.partition("=")
         try:
-            values[name] = float(text) if "." in text or "e" in text else int(text)
+            value = float(text)
+            values[name] = int(value) if value.is_integer() else value
         except ValueError:
             raise ValueError(f"--option must be NAME=NUMBER, found {option!r}") from None
     return get_scorer(method, **values)
@@ -141,10 +153,20 @@ def _validate(arguments: argparse.Namespace) -> None:
         (arguments.samples >= 1, "--samples must be at least 1"),
         (arguments.heldout >= 0, "--heldout must not be negative"),
         (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
-        (arguments.heads_per_page >= 1, "--heads-per-page must be at least 1"),
+        (getattr(arguments, "heads_per_page", 1) >= 1, "--heads-per-page must be at least 1"),
         (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),
     )
     problems = [message for good, message in checks if not good]
+    # Now, not after hours of work.
+    for flag, folder in (("--out", arguments.out.parent), ("--plots", arguments.plots)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                problems.append(f"{flag}: {folder} cannot be written to")
+        except OSError as error:
+            problems.append(f"{flag}: {folder} cannot be made: {error.strerror}")
     if problems:
         raise ValueError("; ".join(problems))
 

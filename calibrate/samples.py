@@ -140,7 +140,9 @@ def _sample(split: Split, tokenizer: TextTokenizer, tokens: int, seed: int, inde
         if len(ids) >= tokens:
             return TextSample(kind, source, np.asarray(ids[:tokens], np.int32))
         if characters > 100 * tokens + 10_000:
-            raise ValueError(f"sources for {kind} samples are too short for {tokens} tokens")
+            raise ValueError(
+                f"the shipped texts for {kind} samples are too short for {tokens} tokens: ask for shorter samples"
+            )
         characters *= 2
 
 

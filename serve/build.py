@@ -19,7 +19,7 @@ from serve.engine import Engine
 from serve.runner import Buckets, Runner
 from serve.scheduler import Limits
 from tangram_jax.cache import row_layout
-from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster
+from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
 
@@ -68,9 +68,22 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
             f"--profile {path} is for {profile.budgets.shape} (layers, KV heads), {name} has {shape}: "
             f"calibrate one with `python -m calibrate --model {name} --out FILE`"
         )
+    made_for = str(profile.provenance.get("model", ""))
+    if config.profile and made_for and _short(made_for) != _short(name):
+        log.warning(
+            "--profile %s was calibrated for %s, not for %s: budgets of another model cost quality",
+            path,
+            made_for,
+            name,
+        )
     if config.retention is None:
         return profile
     return dataclasses.replace(profile, retention=config.retention).normalized()
+
+
+def _short(name: str) -> str:
+    """Of a hub name, directory or GGUF file, for comparison."""
+    return name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
 
 
 def build(config: ServeConfig, *, progress: bool = True) -> Built:
@@ -92,9 +105,16 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
     max_model_len = config.max_model_len or longest
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)
+    heads_per_page = config.heads_per_page or default_heads_per_page(shape.num_kv_heads)
+    heads = shape.num_kv_heads * (shape.num_layers if config.cluster == "model" else 1)
+    if heads_per_page > heads:
+        raise ConfigError(
+            f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
+            f"to put together with --cluster {config.cluster}, write at most {heads}"
+        )
     plan = CachePlan.build(
         choose_profile(config, shape, model.name),
-        heads_per_page=config.heads_per_page or _heads_per_page(shape.num_kv_heads),
+        heads_per_page=heads_per_page,
         page_size=batching.page_size,
         cluster=cast(Cluster, config.cluster),
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
@@ -178,11 +198,6 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
         batches=tuple(sorted(batches)),
         prompt_logprobs=max(c for c in mixed if c <= max(MOST_SCORED, least)),
     )
-
-
-def _heads_per_page(num_kv_heads: int) -> int:
-    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns."""
-    return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
 
 
 def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:

@@ -68,14 +68,19 @@ def encode_bounded(
 
 
 def fit_prompt(ids: list[int], limit: int, param: str, truncate: int | None) -> list[int]:
-    """The prompt, or its last `truncate` tokens (-1: as many as fit); 400 where it is empty or too long."""
+    """The prompt, or its last `truncate` tokens; 400 where it is empty or too long."""
     if truncate is not None:
-        ids = ids[-(limit - 1 if truncate == -1 else truncate) :]
+        ids = ids[-truncate:]
     if not ids:
         raise bad_request(f"The {param} is empty: give at least one token.", param, "invalid_value")
     if len(ids) >= limit:
         raise too_long(limit, len(ids), param)
     return ids
+
+
+def _kept(truncate: int | None, limit: int, wanted: int | None) -> int | None:
+    """Tokens that `truncate_prompt_tokens` leaves: -1 stands for as many as leave room for those to be generated."""
+    return max(1, limit - max(1, wanted or 1)) if truncate == -1 else truncate
 
 
 def chat_text(tokenizer: TextTokenizer, fields: ChatFields) -> str:
@@ -102,7 +107,7 @@ def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int) -> P
         limit,
         "messages",
         add_special_tokens=request.add_special_tokens,
-        truncate=request.truncate_prompt_tokens,
+        truncate=_kept(request.truncate_prompt_tokens, limit, request.token_limit),
     )
     return Prompt(ids)
 
@@ -112,6 +117,7 @@ def completion_prompts(
 ) -> list[Prompt]:
     """The prompts of a text completion: a text, a list of texts, token ids, or a list of lists of token ids."""
     given = _as_list_of_prompts(request.prompt)
+    truncate = _kept(request.truncate_prompt_tokens, limit, request.max_tokens)
     check_num_choices(len(given), request.n, max_choices)
     prompts = []
     for item in given:
@@ -122,11 +128,11 @@ def completion_prompts(
                 limit,
                 "prompt",
                 add_special_tokens=request.add_special_tokens,
-                truncate=request.truncate_prompt_tokens,
+                truncate=truncate,
             )
-            prompts.append(Prompt(ids, item if request.truncate_prompt_tokens is None else None))
+            prompts.append(Prompt(ids, item if truncate is None else None))
         else:
-            ids = fit_prompt(item, limit, "prompt", request.truncate_prompt_tokens)
+            ids = fit_prompt(item, limit, "prompt", truncate)
             prompts.append(Prompt(check_token_ids(ids, vocab_size, "prompt")))
     return prompts
 

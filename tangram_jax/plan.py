@@ -169,6 +169,11 @@ class CachePlan:
         return 2 * self.heads_per_page * self.page_size * head_dim * itemsize
 
 
+def default_heads_per_page(num_kv_heads: int) -> int:
+    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns."""
+    return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
+
+
 def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:
     """CTAs for each head group of each layer, fixed ahead of time (paper, Algorithm 1).
 

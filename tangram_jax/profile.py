@@ -160,8 +160,14 @@ class BudgetProfile:
         }
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "wb") as file:  # a file object, because np.savez renames paths without .npz
-            np.savez_compressed(file, header=np.array(json.dumps(header, sort_keys=True)), **arrays)  # type: ignore[arg-type]
+        # Beside it first: whatever happens while it is written, an earlier profile stays whole.
+        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            with open(beside, "wb") as file:  # a file object, because np.savez renames paths without .npz
+                np.savez_compressed(file, header=np.array(json.dumps(header, sort_keys=True)), **arrays)  # type: ignore[arg-type]
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BudgetProfile:

@@ -304,11 +304,16 @@ def get_scorer(name: str, **options: Any) -> Scorer:
     cls = SCORERS.get(name.lower().replace("-", "_"))
     if cls is None:
         raise ValueError(f"unknown scorer {name!r}, expected one of: {', '.join(SCORERS)}")
-    known = [field.name for field in dataclasses.fields(cls)]
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
     unknown = sorted(options.keys() - set(known))
     if unknown:
         what = f"its options are: {', '.join(known)}" if known else "it has no options"
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
+    for field in fields:
+        value = options.get(field.name)
+        if field.type in (int, "int") and value is not None and not isinstance(value, int):
+            raise ValueError(f"scorer {name}: {field.name} must be a whole number, found {value!r}")
     return cls(**options)
 
 

@@ -91,6 +91,38 @@ def test_samples_longer_than_the_model(tiny_model, tmp_path, capsys):
     assert "at most 4096" in " ".join(capsys.readouterr().err.split())
 
 
+def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for flags in (
+        ["--out", f"{tmp_path}/file/p.npz"],
+        ["--out", f"{tmp_path}/p.npz", "--plots", f"{tmp_path}/file"],
+    ):
+        assert main(flags) == 2
+        assert f"{flags[-2]}: {tmp_path}/file cannot be made" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_an_interrupted_run_leaves_an_earlier_profile(tiny_model, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "p.npz"
+    BudgetProfile.uniform(4, 4, 0.25).save(out)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("calibrate.__main__.calibrate", interrupted)
+    assert main(["--sample-tokens", "64", "--option", "window=1e1", "--out", str(out)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert BudgetProfile.load(out) == BudgetProfile.uniform(4, 4, 0.25)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_texts_that_are_too_short_are_one_clear_error(tiny_model, tmp_path, capsys, monkeypatch):
+    config = tiny_model.config.replace(max_positions=10**6)
+    longer = LoadedModel(config, tiny_model.params, tiny_model.tokenizer, "tiny")
+    monkeypatch.setattr(registry, "load_model", lambda name, dtype: longer)
+    assert main(["--sample-tokens", "900000", "--out", str(tmp_path / "p.npz")]) == 2
+    assert "are too short for 900000 tokens" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_shipped_profile_of_the_default_model():
     path = calibrate.shipped_profile(DEFAULT_MODEL)
     assert path is not None and path == calibrate.shipped_profile("HuggingFaceTB/SmolLM2-135M-Instruct")

@@ -3,12 +3,14 @@
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
-from serve.build import build_engine, make_buckets
+from serve.build import build_engine, choose_profile, make_buckets
+from tangram_jax.profile import BudgetProfile
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,27 @@ def test_advice_for_a_small_pool_can_be_followed(flags, advised):
     for flag, value in advice:
         if value:
             build(*flags, flag, value)  # the last one counts
+
+
+def test_heads_that_would_leave_columns_empty_are_refused():
+    config = tiny_config(num_layers=2)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    most = config.num_kv_heads
+    for cluster, heads in (("layer", most + 1), ("model", 2 * most + 1)):
+        served = ServeConfig(cluster=cluster, heads_per_page=heads, max_num_seqs=1)
+        with pytest.raises(ConfigError, match=f"write at most {heads - 1}"):
+            build_engine(served, model, dtype=jnp.float32)
+
+
+def test_a_profile_of_another_model_is_named(tmp_path, caplog):
+    config = tiny_config(num_layers=2)
+    shape = (config.num_layers, config.num_kv_heads)
+    for made_for, warnings in (("other/base", 1), ("hub/Tiny", 0), ("/models/tiny.GGUF", 0)):
+        profile = BudgetProfile(budgets=np.full(shape, 0.5), retention=0.5, provenance={"model": made_for})
+        profile.save(tmp_path / "p.npz")
+        caplog.clear()
+        choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), config, "tiny")
+        assert len(caplog.records) == warnings, made_for
+        assert all(
+            "calibrated for other/base, not for tiny" in record.getMessage() for record in caplog.records
+        )

@@ -140,8 +140,9 @@ def test_stop_string_is_not_searched_in_the_echo(served):
 def test_truncated_prompt(served):
     complete(served, "abcdef", extra_body={"truncate_prompt_tokens": 2})
     complete(served, "x" * 5000, max_tokens=1, extra_body={"truncate_prompt_tokens": -1})
+    complete(served, "x" * 5000, max_tokens=100, extra_body={"truncate_prompt_tokens": -1})
     assert served.engine.requests[0].prompt_ids == ids("ef")
-    assert len(served.engine.requests[1].prompt_ids) == 511
+    assert [len(request.prompt_ids) for request in served.engine.requests[1:]] == [511, 412]
 
 
 def test_longest_prompt_fits(served):
