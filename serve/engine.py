@@ -32,7 +32,7 @@ log = logging.getLogger("tangram.engine")
 
 @dataclass(frozen=True)
 class _UnderWay:
-    handles: Handles
+    handles: list[Handles]
     chunk: ChunkWork | None
 
 
@@ -96,7 +96,7 @@ class Engine:
             self._tell(lambda: self._add(request, on_output))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """See EngineProtocol. Ending one choice keeps its row for the next turn, ending the request does not."""
+        """See EngineProtocol. The row stays for the next turn: of an ended choice, of an ended request its first one's."""
         self._tell(lambda: self._abort(request_id, choice))
 
     def stats(self) -> EngineStats:
@@ -177,12 +177,14 @@ class Engine:
         work = self._scheduler.schedule()
         if work:
             handles = self._runner.run(work)
-            self._scheduler.after_dispatch(work)
-            self._under_way.append(_UnderWay(handles, work.chunk))
+            choices = self._scheduler.after_dispatch(work)
+            self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunk))
             self._totals["steps"] += 1
             self._totals["prefilled"] += len(work.chunk.tokens) if work.chunk else 0
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
-            self._read(self._under_way.popleft())
+            done = self._under_way.popleft()
+            for handles in done.handles:
+                self._read(handles, done.chunk)
         self._update_stats()
 
     def _recover(self, error: Exception) -> bool:
@@ -223,7 +225,8 @@ class Engine:
     def _abort(self, request_id: str, choice: int | None) -> None:
         for sequence in list(self._sequences.get(request_id, ())):
             if choice is None or sequence.choice == choice:
-                sequence.keep = choice is not None
+                # Of a client that left, the first choice: it may come back with the same conversation.
+                sequence.keep = choice is not None or sequence.choice == 0
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -236,10 +239,9 @@ class Engine:
 
     # Results
 
-    def _read(self, done: _UnderWay) -> None:
-        handles = done.handles
-        if handles.prompt and done.chunk:
-            self._note_prompt(done.chunk, handles)
+    def _read(self, handles: Handles, chunk: ChunkWork | None) -> None:
+        if handles.prompt and chunk:
+            self._note_prompt(chunk, handles)
         if handles.tokens is None:
             return
         tokens = np.asarray(handles.tokens)

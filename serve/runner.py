@@ -122,6 +122,10 @@ class Runner:
             dtype=cache_dtype,
         )
         self.num_rows = num_rows
+        self._chunk_logits: jax.Array | None = (
+            None  # of the last step, where a chunk ended a prompt; first row
+        )
+        self._first = jax.jit(lambda logits: logits[:1])
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves
         self.cache: Cache
         self.sampler: SamplerState
@@ -207,6 +211,7 @@ class Runner:
         logits, self.cache, scores = self._step(
             self.params, self.cache, self.sampler.ints, chunk, rows, following, all_logits=all_logits
         )
+        self._chunk_logits = logits if work.chunk and work.chunk.last else None
         prompt = PromptScores(*scores) if scores else None
         variant = self._variant([s for s in sequences if s])
         if not any(sequences):
@@ -215,6 +220,25 @@ class Runner:
             logits, self.sampler, np.asarray(sample_rows, np.int32), variant=variant
         )
         return Handles(sequences, tokens, logprobs, ids_, tops, prompt)
+
+    def sample_again(self, sequences: list[Sequence]) -> list[Handles]:
+        """Sample the first token of other choices from the logits that end the last step's chunk."""
+        logits, self._chunk_logits = self._chunk_logits, None
+        if not sequences or logits is None:
+            return []
+        if logits.shape[0] > 1:
+            logits = self._first(logits)
+        out = []
+        for sequence in sequences:
+            assert sequence.state is not None
+            *results, self.sampler = self._sample(
+                logits,
+                self.sampler,
+                np.asarray([sequence.state.row], np.int32),
+                variant=self._variant([sequence]),
+            )
+            out.append(Handles([sequence], *results))
+        return out
 
     def _variant(self, sequences: list[Sequence]) -> Variant:
         if any(s.sampling.logprobs is not None for s in sequences):
@@ -329,7 +353,8 @@ class Runner:
         self.sampler = sampling.set_row(self.sampler, np.int32(0), params)
         for mark in (sampling.mark_prompt, sampling.mark_output):
             self.sampler = mark(self.sampler, np.int32(0), np.zeros(size, np.int32), np.int32(0))
-        return self.cache.table, self.sampler.seen
+        first = self._first(self._sample_arguments(1 + self.buckets.batches[-1])[0])
+        return self.cache.table, self.sampler.seen, first
 
     def _step_arguments(self, size: int | None, slots: int | None, all_logits: bool) -> tuple[Any, ...]:
         chunk = None if size is None else Chunk(np.int32(0), np.zeros(size, np.int32), np.int32(1))

@@ -107,10 +107,14 @@ class Scheduler:
             forked = self._fork_parent(sequence)
             if not forked and not self._give_row(sequence):
                 return
-            self.waiting.popleft()
-            sequence.phase = Phase.RUNNING
-            self.running.append(sequence)
-            self._device.start(sequence)
+            self._run_first()
+
+    def _run_first(self) -> None:
+        """The first in the queue has its row now."""
+        sequence = self.waiting.popleft()
+        sequence.phase = Phase.RUNNING
+        self.running.append(sequence)
+        self._device.start(sequence)
 
     def _give_row(self, sequence: Sequence) -> bool:
         """A row with pages for all tokens so far: a stored one that they extend, or an empty one."""
@@ -151,13 +155,38 @@ class Scheduler:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
         parent = sequence.parent
         state = parent.state if parent else None
-        if state is None or sequence.generated or state.compressed != sequence.prompt_length:
+        if parent is None or state is None:
+            return False
+        if sequence.generated or state.compressed != sequence.prompt_length:
             return False
         back = min(self._reach_back(state.compressed), sequence.prompt_length)
-        if (
-            back < 1
-        ):  # the last token of the prompt could not be run again for its logits: some head keeps nothing
+        # Without a token to go back the prompt could not be run again for its logits: some head keeps nothing.
+        if back < 1 or not self._fork(sequence, parent):
             return False
+        assert sequence.state is not None
+        self._rollback(sequence.state, state.tail + back)
+        return True
+
+    def _fork_choices(self, parent: Sequence) -> list[Sequence]:
+        """Let the other choices of a prompt begin whose last chunk is on its way: they sample from the same logits."""
+        begun: list[Sequence] = []
+        if len(parent.tokens) != parent.prompt_length:
+            return begun
+        while (
+            self.waiting and self.waiting[0].parent is parent and len(self.running) < self.limits.max_running
+        ):
+            sequence = self.waiting[0]
+            if sequence.generated or not self._fork(sequence, parent):
+                break
+            self._run_first()
+            sequence.in_flight += 1
+            begun.append(sequence)
+        return begun
+
+    def _fork(self, sequence: Sequence, parent: Sequence) -> bool:
+        """Give `sequence` a row like its parent's, if there is room."""
+        state = parent.state
+        assert state is not None
         full = (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
         if not (self._free_rows or self._evict()):
             return False
@@ -167,9 +196,7 @@ class Scheduler:
         holding = self.pages.fork(state.holding, full)
         self._device.fork(state.row, row)
         sequence.state = RowState(row, holding, state.compressed, state.tail)
-        assert parent is not None
         sequence.room = parent.room
-        self._rollback(sequence.state, state.tail + back)
         return True
 
     def _room_after(self, sequence: Sequence) -> int:
@@ -307,11 +334,16 @@ class Scheduler:
         tokens = np.asarray(sequence.tokens[start : start + count], np.int32)
         return ChunkWork(sequence, tokens, start, last, following)
 
-    def after_dispatch(self, work: Work) -> None:
-        """Give back the pages that a compression no longer needs: to be called when `work` is on its way."""
-        if work.chunk and work.chunk.last and work.chunk.sequence.state is not None:
-            sequence, state = work.chunk.sequence, work.chunk.sequence.state
-            self._trim(state, state.compressed, sequence.room)
+    def after_dispatch(self, work: Work) -> list[Sequence]:
+        """To be called when `work` is on its way: gives back the pages that a compression no longer needs.
+
+        Returns the sequences whose first token is to be sampled from the logits of the chunk as well.
+        """
+        if not (work.chunk and work.chunk.last and work.chunk.sequence.state):
+            return []
+        sequence, state = work.chunk.sequence, work.chunk.sequence.state
+        self._trim(state, state.compressed, sequence.room)
+        return self._fork_choices(sequence)
 
     # Ends
 

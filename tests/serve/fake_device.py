@@ -175,6 +175,17 @@ class FakeDevice:
                 tokens[i] = row.last_token = next_token(row.content, row.seed)
         return Handles(sequences, tokens)  # type: ignore[arg-type]
 
+    def sample_again(self, sequences: list[Sequence]) -> list[Handles]:
+        handles = []
+        for sequence in sequences:
+            assert sequence.state is not None
+            assert (sequence.in_flight, sequence.generated) == (1, 1)
+            row = self.rows[sequence.state.row]
+            assert row.content == sequence.tokens
+            row.last_token = next_token(row.content, row.seed)
+            handles.append(Handles([sequence], np.asarray([row.last_token], np.int32)))  # type: ignore[arg-type]
+        return handles
+
     def _check_pages(self, row: FakeRow) -> None:
         """Every entry has its page, no page beyond what a row of the table can hold, one owner where it is written."""
         need = self.plan.group_pages(row.compressed, row.tail)

@@ -50,6 +50,20 @@ def test_choices_are_reproducible_and_independent_of_company(engine):
     assert engine.answer(prompt, seed=70, **sampling).tokens not in together
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_choices_of_a_compressed_prompt_are_alike(beside):
+    """All sample from the logits of one prefill, whether others decode beside it or not."""
+    with tiny_engine("ragged") as tiny:
+        company = tiny.ask(tokens_of(20, 5), max_tokens=60) if beside else None
+        if company:
+            company.wait_for_tokens(1)
+        answers = tiny.ask(tokens_of(100), n=RUNNING - 1, max_tokens=8).wait()
+        assert len({tuple(answer.tokens) for answer in answers}) == 1
+        if company:
+            company.wait()
+        tiny.settle()
+
+
 def test_without_a_seed_answers_differ(engine):
     texts = {tuple(engine.answer(tokens_of(9), temperature=2.0, max_tokens=12).tokens) for _ in range(3)}
     assert len(texts) == 3

@@ -276,8 +276,9 @@ def test_choices_fork_the_first_one():
     forks = [call for call in bench.runner.calls if call[0] == "fork"]
     assert len(forks) == 2
     assert {call[1] for call in forks} == {forks[0][1]}
-    # The forks run only their last window again; lengths of 8 entries are kept in the smallest group.
-    assert prefilled <= 60 + 4 + 2 * plan.window
+    # The forks run nothing again: their first tokens come from the logits of the first one's prompt.
+    assert prefilled == 60
+    assert not [call for call in bench.runner.calls if call[0] == "rollback"]
     assert bench.scheduler.pages.used < 3 * plan.pages(70)
 
 
@@ -306,7 +307,7 @@ def test_a_head_that_keeps_nothing_can_be_forked():
     bench.run(prompt(40), n=3, max_tokens=6).check()
 
 
-def test_an_aborted_choice_is_stored_an_aborted_request_is_not():
+def test_an_aborted_choice_and_an_aborted_request_are_stored():
     bench = loop()
     job = bench.add(prompt(30), max_tokens=20, ignore_eos=True)
     for _ in range(8):
@@ -318,19 +319,23 @@ def test_an_aborted_choice_is_stored_an_aborted_request_is_not():
     for _ in range(6):
         bench.step()
     assert again.cached == 34
-    bench.abort(again)  # the client is gone
+    bench.abort(again)  # the client is gone, and sends the same turn once more
     bench.drain()
-    assert len(bench.scheduler.sessions) == 0
-    assert bench.scheduler.pages.used == 0
+    assert len(bench.scheduler.sessions) == 1
+    third = bench.run(again.request.prompt_ids, max_tokens=20, ignore_eos=True)
+    assert third.cached == 35
+    third.check()
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_abort_at_any_step_frees_every_page(steps):
+def test_abort_at_any_step_leaves_the_first_choice_alone(steps):
     bench = loop(plan=make_plan())
     job = bench.add(prompt(70), n=2, max_tokens=30)
     for _ in range(steps):
         bench.step()
     bench.abort(job)
     bench.drain()
-    assert bench.scheduler.pages.used == 0
+    assert len(bench.scheduler.sessions) == (steps > 0)
     assert not bench.engine._sequences
+    bench.run(prompt(70), max_tokens=30).check()  # from as far as the first one came
+    bench.evict_all()
