@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams:
     """How one request is sampled. The HTTP layer has checked every range given here.
 
-    With a seed every choice is reproducible, and choices differ from each other (e.g. seed + choice). That holds where all is
-    kept. Under compression what a head keeps depends on how its prompt was cut into chunks, and that on what was found
+    With a seed every choice is reproducible, and choices differ from each other (e.g. seed + choice). That holds where all
+    is kept. Under compression what a head keeps depends on how its prompt was cut into chunks, and that on what was found
     stored and on whether others decoded meanwhile.
     """
 
