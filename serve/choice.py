@@ -44,6 +44,9 @@ class Choice:
     ) -> None:
         self._sampling = sampling
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens)
+        self._special = tokenizer.special_ids
+        self._shown: list[int] | None = []  # the tokens of the text; None: it has others than it shows
+        self._pieces: list[str] = []  # the whole text
         self._scanner = StopScanner(stops, include_stop)
         self._include_stop = include_stop
         self._drop_generated = drop_generated
@@ -56,6 +59,14 @@ class Choice:
     def finished(self) -> bool:
         """Nothing more will come; later outputs are ignored."""
         return self.finish_reason is not None
+
+    @property
+    def spelling(self) -> tuple[str, list[int]] | None:
+        """The whole text and its tokens, once it has ended, if the text says all that the tokens do."""
+        if self._shown is None or self._scanner.matched or self.finish_reason not in ("stop", "length"):
+            return None
+        text = "".join(self._pieces)
+        return None if text.endswith("\ufffd") else (text, self._shown)
 
     def continue_text(self, prompt_ids: Sequence[int]) -> None:
         """The generation continues this prompt in the middle of a text: a leading space is a part of it."""
@@ -96,7 +107,7 @@ class Choice:
             if stop_reason is not None:  # a stop string of replacement characters
                 self._finish("stop", stop_reason)
                 return False
-            self._delta.text += self._scanner.finish()
+            self._show(self._scanner.finish())
             if output.finish_reason == "stop" and output.token_id in self._sampling.stop_token_ids:
                 stop_reason = output.token_id
             self._finish(output.finish_reason, stop_reason)
@@ -113,6 +124,10 @@ class Choice:
             self._delta.logprobs.append(TokenLogprob(token_id, self._offset, logprob, top))
         if output.finish_reason == "stop" and not self._include_stop:
             return  # the token that ended the text is not a part of it
+        if token_id in self._special:
+            self._shown = None
+        elif self._shown is not None:
+            self._shown.append(token_id)
         self._add_text(self._detokenizer.add(token_id))
 
     def _add_text(self, text: str) -> None:
@@ -120,7 +135,11 @@ class Choice:
             return
         self._offset += len(text)
         # The first `min_tokens` tokens cannot end the choice, not even as the beginning of a stop string.
-        self._delta.text += self._scanner.push(text, match=self.num_tokens > self._sampling.min_tokens)
+        self._show(self._scanner.push(text, match=self.num_tokens > self._sampling.min_tokens))
+
+    def _show(self, text: str) -> None:
+        self._delta.text += text
+        self._pieces.append(text)
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self._drop_generated:

@@ -18,6 +18,7 @@ from serve.metrics import Metrics, RequestTimer
 from serve.prompts import Prompt
 from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
+from serve.spellings import Spellings
 from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
 from serve.text import TextTokenizer
 
@@ -55,6 +56,7 @@ class Serving:
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
     hub: OutputHub = field(default_factory=OutputHub)
+    spellings: Spellings = field(default_factory=Spellings)
     draining: Draining = field(default_factory=Draining)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -182,6 +184,7 @@ class Generation:
         ]
         self._submission = Submission(serving.engine, serving.hub, requests)
         self._draining = serving.draining
+        self._spellings = serving.spellings if isinstance(request, ChatRequest) else None
 
     def submit(self) -> None:
         """Hand the prompts to the engine; raises APIError."""
@@ -241,6 +244,9 @@ class Generation:
             self._submission.stop(p, output.choice)
         if choice.finish_reason is not None:
             self._timer.choice_finished(choice.finish_reason, choice.num_tokens)
+            spelling, prompt = choice.spelling, self._prompts[p]
+            if self._spellings and spelling and prompt.text is not None:
+                self._spellings.remember(prompt.text + spelling[0], prompt.ids + spelling[1])
         return index
 
     async def complete(self) -> list[Delta]:

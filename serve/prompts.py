@@ -7,6 +7,7 @@ from typing import Any
 from serve.errors import bad_request, too_long
 from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import SamplingParams
+from serve.spellings import Spellings
 from serve.text import TextTokenizer
 
 _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is counted in slices first
@@ -37,7 +38,7 @@ _TEMPLATE_RESERVED = frozenset(  # arguments of the template renderer that are n
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text where the client gave text."""
+    """Token ids, and their text where the client gave text (of a chat, the whole conversation in the model's format)."""
 
     ids: list[int]
     text: str | None = None
@@ -98,9 +99,18 @@ def chat_text(tokenizer: TextTokenizer, fields: ChatFields) -> str:
         raise bad_request(str(error)[:500], "messages") from None
 
 
-def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int) -> Prompt:
-    """The prompt of a chat completion."""
+def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int, spellings: Spellings) -> Prompt:
+    """The prompt of a chat completion: its first turns in the tokens in which this server read and wrote them."""
     text = chat_text(tokenizer, request)
+    if request.truncate_prompt_tokens is None and not request.add_special_tokens:
+        characters, ids = spellings.beginning(text)
+        rest = text[characters:]
+        if ids and len(rest) <= _CHARS_PER_TOKEN * limit:
+            more = tokenizer.encode(rest, add_special_tokens=False)
+            if (
+                not more or more[0] in tokenizer.special_ids
+            ):  # else the cut could fall into what belongs together
+                return Prompt(fit_prompt(ids + more, limit, "messages", None), text)
     ids = encode_bounded(
         tokenizer,
         text,
@@ -109,7 +119,7 @@ def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int) -> P
         add_special_tokens=request.add_special_tokens,
         truncate=_kept(request.truncate_prompt_tokens, limit, request.token_limit),
     )
-    return Prompt(ids)
+    return Prompt(ids, text if request.truncate_prompt_tokens is None else None)
 
 
 def completion_prompts(

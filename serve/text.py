@@ -17,6 +17,8 @@ class TextDetokenizer(Protocol):
 class TextTokenizer(Protocol):
     """The part of `models.tokenizer.Tokenizer` that the server calls; encoding runs on worker threads."""
 
+    special_ids: frozenset[int]
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...

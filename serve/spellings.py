@@ -1,0 +1,45 @@
+"""The tokens of texts that this server wrote: a client sends the text back, and its tokens are not in it.
+
+A model may write a text in other tokens than the tokenizer would. Encoded anew, such an answer differs from what the cache
+holds, and a row that was compressed past the difference is lost for the next turn.
+"""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+MOST_CHARACTERS = 2**25  # of all texts together
+
+
+class Spellings:
+    """Conversations as text and as tokens, the least recently used forgotten first. For any thread."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._tokens: OrderedDict[str, array[int]] = OrderedDict()
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def remember(self, text: str, ids: Sequence[int]) -> None:
+        """`text` was read and written as the tokens `ids`."""
+        tokens = array("i", ids)
+        with self._lock:
+            self._forget(text)
+            self._tokens[text] = tokens
+            self._characters += len(text)
+            while len(self._tokens) > self._most or self._characters > MOST_CHARACTERS:
+                self._forget(next(iter(self._tokens)))
+
+    def _forget(self, text: str) -> None:
+        if self._tokens.pop(text, None) is not None:
+            self._characters -= len(text)
+
+    def beginning(self, text: str) -> tuple[int, list[int]]:
+        """The longest known text that `text` begins with: its characters and its tokens; (0, []) if there is none."""
+        with self._lock:
+            known = max((t for t in self._tokens if text.startswith(t)), key=len, default=None)
+            if known is None:
+                return 0, []
+            self._tokens.move_to_end(known)
+            return len(known), self._tokens[known].tolist()
