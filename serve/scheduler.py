@@ -155,7 +155,9 @@ class Scheduler:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
         parent = sequence.parent
         state = parent.state if parent else None
-        if parent is None or state is None:
+        if (
+            parent is None or state is None or not parent.generated
+        ):  # a stored row may have been compressed so far before
             return False
         if sequence.generated or state.compressed != sequence.prompt_length:
             return False

@@ -282,6 +282,16 @@ def test_choices_fork_the_first_one():
     assert bench.scheduler.pages.used < 3 * plan.pages(70)
 
 
+def test_choices_of_a_stored_prompt_sample_from_its_logits_too():
+    bench = loop(plan=make_plan())
+    bench.run(prompt(60), max_tokens=4, ignore_eos=True)
+    before = bench.engine._totals["prefilled"]
+    job = bench.run(prompt(60), n=3, max_tokens=4, ignore_eos=True)
+    job.check()
+    assert job.cached > 0
+    assert bench.engine._totals["prefilled"] - before <= 8 + 1  # once the window and the last token
+
+
 def test_choices_more_than_rows():
     bench = loop(max_running=2, max_stored=1)
     job = bench.run(prompt(30), n=7, max_tokens=6)
