@@ -20,7 +20,9 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return (
+            "not defined" if np.isnan(self.value) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

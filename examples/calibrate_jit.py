@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--retention", type=float, default=0.5)
     arguments = parser.parse_args()
+    if min(arguments.samples, arguments.tokens) < 1 or not 0 < arguments.retention <= 1:
+        parser.error("--samples and --tokens must be at least 1, and --retention above 0 and at most 1")
 
     if arguments.model:
         model = load_model(arguments.model)

@@ -132,6 +132,8 @@ def main() -> None:
         "--retention", type=float, default=0.5, help="kept fraction of the KV cache (default 0.5)"
     )
     arguments = parser.parse_args()
+    if arguments.tokens < 1 or not 0 < arguments.retention <= 1:
+        parser.error("--tokens must be at least 1, and --retention above 0 and at most 1")
 
     if arguments.model:
         model = load_model(arguments.model)

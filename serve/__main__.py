@@ -34,6 +34,12 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
     """The running engine, and its server with a socket to run on. Raises ConfigError and OSError, with what to do."""
     listener = bind(config.host, config.port)  # first: loading and compiling take minutes
     try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {cache_dir()} cannot be made ({error.strerror}): set TANGRAM_CACHE to a directory that can be"
+        ) from error
+    try:
         built = build(config)
     except ValueError as error:  # the loader's; while compiling it would be a bug
         raise ConfigError(error) from error

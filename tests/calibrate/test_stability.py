@@ -44,3 +44,10 @@ def test_without_heldout_samples():
     profile = BudgetProfile.uniform(2, 2, 0.5)
     found = measure_stability(profile, np.full((1, 2, 2), 0.5, np.float32), None)
     assert found.heldout is None and np.isnan(found.halves)
+
+
+def test_heads_that_are_all_equal_have_no_ranking():
+    ones = np.ones((6, 2, 2), np.float32)
+    found = measure_stability(BudgetProfile.from_ratios(ones[:3], 1.0), ones[:3], ones[3:])
+    assert str(found.heldout) == str(found.heldout_single) == "not defined"
+    assert str(found.covered) == "1.000 [1.000, 1.000]"

@@ -95,6 +95,15 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(taken: socket.socket) 
     assert "Traceback" not in errors
 
 
+def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "file" / "cache"))
+    status, errors = ended("program.build = None")
+    assert status == 2
+    assert "file/cache cannot be made" in errors.replace("\n", "") and "set TANGRAM_CACHE" in errors
+    assert "Traceback" not in errors
+
+
 def test_connections_are_refused_until_it_is_ready(taken: socket.socket) -> None:
     port = taken.getsockname()[1]
     taken.close()
