@@ -66,7 +66,7 @@ class Choice:
         if self._shown is None or self._scanner.matched or self.finish_reason not in ("stop", "length"):
             return None
         text = "".join(self._pieces)
-        return None if text.endswith("\ufffd") else (text, self._shown)
+        return None if "\ufffd" in text else (text, self._shown)  # it stands for bytes that are no character
 
     def continue_text(self, prompt_ids: Sequence[int]) -> None:
         """The generation continues this prompt in the middle of a text: a leading space is a part of it."""

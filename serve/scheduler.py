@@ -189,17 +189,45 @@ class Scheduler:
         """Give `sequence` a row like its parent's, if there is room."""
         state = parent.state
         assert state is not None
-        full = (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
-        if not (self._free_rows or self._evict()):
+        if not (self._free_rows or self._evict()) or not self._secure(self._copied_pages(state)):
             return False
-        if not self._secure(self.pages.fork_cost(state.holding, full)):
-            return False
-        row = self._free_rows.pop()
-        holding = self.pages.fork(state.holding, full)
-        self._device.fork(state.row, row)
-        sequence.state = RowState(row, holding, state.compressed, state.tail)
-        sequence.room = parent.room
+        sequence.state, sequence.room = self._copy(state), parent.room
         return True
+
+    def _shareable(self, state: RowState) -> np.ndarray:
+        return (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
+
+    def _copied_pages(self, state: RowState) -> int:
+        return self.pages.fork_cost(state.holding, self._shareable(state))
+
+    def _copy(self, state: RowState) -> RowState:
+        """Another row like it; there must be a free one, and the pages."""
+        row, holding = self._free_rows.pop(), self.pages.fork(state.holding, self._shareable(state))
+        self._device.fork(state.row, row)
+        return RowState(row, holding, state.compressed, state.tail)
+
+    def _leave_prompt(self, sequence: Sequence) -> None:
+        """Store the prompt of a generation that is about to be compressed for the first time: it may be asked once more.
+
+        Only where nothing else has to go, and as the first to go.
+        """
+        state = sequence.state
+        if (
+            state is None
+            or state.compressed != sequence.prompt_length
+            or sequence.choice
+            or not sequence.keep
+        ):
+            return
+        if not self._free_rows or len(self.sessions) >= self.limits.max_stored:
+            return
+        if self._copied_pages(state) > self.pages.free:
+            return
+        prompt = self._copy(state)
+        self._rollback(prompt, prompt.tail)
+        self._trim(prompt, prompt.compressed, 0)
+        tokens = np.asarray(sequence.tokens[: prompt.compressed], np.int32)
+        self.sessions.put(StoredSession(prompt, tokens), first_to_go=True)
 
     def _room_after(self, sequence: Sequence) -> int:
         """Tail tokens to reserve beside a prefill: the first sampled token is fed back only if more may follow."""
@@ -311,6 +339,9 @@ class Scheduler:
         state, plan = sequence.state, self.plan
         assert state is not None
         known = len(sequence.tokens)
+        compresses = sequence.generated and state.tail >= self.limits.max_tail
+        if compresses:
+            self._leave_prompt(sequence)
         # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
         short = min(plan.window, known) - (known - state.cached)
         back = min(short, state.tail + self._reach_back(state.compressed))
@@ -318,7 +349,7 @@ class Scheduler:
         last = known - state.cached <= most
         if last and not self._obtain(sequence, self._wanted(known, room)):
             return None
-        if sequence.generated and state.tail >= self.limits.max_tail:
+        if compresses:
             self.counters["tail_compressions"] += 1
         if back > 0:
             self._rollback(state, back)

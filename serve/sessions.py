@@ -46,8 +46,10 @@ class SessionStore:
         }
         return int(sum(s.state.holding.owned.sum() for s in self)) - sum(kept.values())
 
-    def put(self, session: StoredSession) -> None:
+    def put(self, session: StoredSession, *, first_to_go: bool = False) -> None:
+        """Store it as the one that was used last, or as the one to be evicted first."""
         self._sessions[session.state.row] = session
+        self._sessions.move_to_end(session.state.row, last=not first_to_go)
 
     def evict(self) -> StoredSession | None:
         """Remove and return the least recently used one."""

@@ -24,6 +24,35 @@ def test_regenerating_runs_only_the_last_token_again():
     second.check()
 
 
+def test_a_prompt_whose_answer_was_compressed_can_be_asked_once_more():
+    bench = loop(plan=make_plan(), max_tail=12)
+    first = bench.run(prompt(40), max_tokens=30, ignore_eos=True)
+    assert [len(session.tokens) for session in bench.scheduler.sessions] == [40, 69]
+    for seed in (5, 6):
+        again = bench.run(prompt(40), max_tokens=30, ignore_eos=True, seed=seed)
+        again.check()
+        assert again.cached == 39
+    # The conversation goes on from its own row.
+    following = bench.run([*prompt(40), *first.tokens(), 9, 9], max_tokens=3)
+    following.check()
+    assert following.cached == 69
+    bench.evict_all()
+
+
+def test_a_prompt_is_left_behind_only_where_there_is_room_and_goes_first():
+    def lengths(bench):
+        return sorted(len(session.tokens) for session in bench.scheduler.sessions)
+
+    bench = loop(plan=make_plan(), max_tail=12, max_stored=3)
+    bench.run(prompt(20, 1), max_tokens=2, ignore_eos=True)
+    bench.run(prompt(40), max_tokens=30, ignore_eos=True)
+    assert lengths(bench) == [21, 40, 69]
+    bench.run(prompt(30, 2), max_tokens=2, ignore_eos=True)
+    assert lengths(bench) == [21, 31, 69]
+    bench.run(prompt(50, 3), max_tokens=30, ignore_eos=True)  # its prompt would cost another conversation
+    assert lengths(bench) == [31, 69, 79]
+
+
 def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
     """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
     bench = loop(plan=make_plan())

@@ -81,6 +81,8 @@ def test_a_finished_answer_is_remembered(served, monkeypatch, stream):
     chat(stop="s")  # cut by a stop string
     served.script(ids("yes ☕")[:-1], finish="length")
     chat()  # ends in the middle of a character
+    served.script([*ids("yes ☕")[:-1], *ids("no")], finish="length")
+    chat()  # has half a character
     served.script([*ids("yes"), 3, *ids("no")], finish="length")
     chat()  # a special token that the text does not show
     served.openai.completions.create(model="tiny", prompt="a", max_tokens=3)
