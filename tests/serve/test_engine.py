@@ -88,6 +88,17 @@ def test_tails_of_eight_tokens():
         assert answer.tokens == greedy(prompt, 40)
 
 
+def test_a_prompt_whose_answer_was_compressed_answers_once_more():
+    with tiny_engine(max_tail=8) as tiny:
+        first, again = (tiny.answer(tokens_of(60), max_tokens=30) for _ in range(2))
+        assert first.tokens == again.tokens == greedy(tokens_of(60), 30)
+        assert (first.cached, again.cached) == (0, 59)
+        following = tiny.answer([*tokens_of(60), *first.tokens, 9, 9], max_tokens=4)
+        assert following.tokens == greedy([*tokens_of(60), *first.tokens, 9, 9], 4)
+        assert following.cached == 89
+        tiny.forget()
+
+
 # Conversations
 
 
