@@ -123,7 +123,7 @@ class Runner:
         )
         self.num_rows = num_rows
         self._chunk_logits: jax.Array | None = (
-            None  # of the last step, where a chunk ended a prompt; first row
+            None  # of the last step, if its chunk was a last one: the first row
         )
         self._first = jax.jit(lambda logits: logits[:1])
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves

@@ -155,9 +155,8 @@ class Scheduler:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
         parent = sequence.parent
         state = parent.state if parent else None
-        if (
-            parent is None or state is None or not parent.generated
-        ):  # a stored row may have been compressed so far before
+        # A row that was stored may have been compressed so far before its prompt ran again.
+        if parent is None or state is None or not parent.generated:
             return False
         if sequence.generated or state.compressed != sequence.prompt_length:
             return False
@@ -174,11 +173,9 @@ class Scheduler:
         begun: list[Sequence] = []
         if len(parent.tokens) != parent.prompt_length:
             return begun
-        while (
-            self.waiting and self.waiting[0].parent is parent and len(self.running) < self.limits.max_running
-        ):
+        while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
-            if sequence.generated or not self._fork(sequence, parent):
+            if sequence.parent is not parent or sequence.generated or not self._fork(sequence, parent):
                 break
             self._run_first()
             sequence.in_flight += 1
@@ -212,12 +209,9 @@ class Scheduler:
         Only where nothing else has to go, and as the first to go.
         """
         state = sequence.state
-        if (
-            state is None
-            or state.compressed != sequence.prompt_length
-            or sequence.choice
-            or not sequence.keep
-        ):
+        if state is None or state.compressed != sequence.prompt_length:
+            return
+        if sequence.choice or not sequence.keep:
             return
         if not self._free_rows or len(self.sessions) >= self.limits.max_stored:
             return
