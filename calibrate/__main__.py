@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, console)
     except KeyboardInterrupt:
-        console.print("calibrate: interrupted, no profile was written", style="red")
+        console.print("calibrate: interrupted; the profile is written after the last sample", style="red")
         return 130
 
 
@@ -159,7 +159,7 @@ def _validate(arguments: argparse.Namespace) -> None:
     problems = [message for good, message in checks if not good]
     # Now, not after hours of work.
     for flag, folder in (("--out", arguments.out.parent), ("--plots", arguments.plots)):
-        if folder is None:
+        if folder is None or problems:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -82,8 +83,9 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
 
 
 def _short(name: str) -> str:
-    """Of a hub name, directory or GGUF file, for comparison."""
-    return name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
+    """Of a hub name, directory or GGUF file, without the quantisation, for comparison."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
+    return re.sub(r"[-.](i?q\d\w*|b?f16|f32)$", "", last)
 
 
 def build(config: ServeConfig, *, progress: bool = True) -> Built:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
-from serve.text import StopScanner, TextTokenizer
+from serve.text import StopScanner, TextTokenizer, special_texts
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Choice:
     ) -> None:
         self._sampling = sampling
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens)
-        self._special = tokenizer.special_ids
+        self._tokenizer = tokenizer
         self._shown: list[int] | None = []  # the tokens of the text; None: it has others than it shows
         self._pieces: list[str] = []  # the whole text
         self._scanner = StopScanner(stops, include_stop)
@@ -66,7 +66,9 @@ class Choice:
         if self._shown is None or self._scanner.matched or self.finish_reason not in ("stop", "length"):
             return None
         text = "".join(self._pieces)
-        return None if "\ufffd" in text else (text, self._shown)  # it stands for bytes that are no character
+        # U+FFFD stands for bytes that are no character; special tokens that are written out are none.
+        ambiguous = ("\ufffd", *special_texts(self._tokenizer))
+        return None if not text or any(part in text for part in ambiguous) else (text, self._shown)
 
     def continue_text(self, prompt_ids: Sequence[int]) -> None:
         """The generation continues this prompt in the middle of a text: a leading space is a part of it."""
@@ -124,7 +126,7 @@ class Choice:
             self._delta.logprobs.append(TokenLogprob(token_id, self._offset, logprob, top))
         if output.finish_reason == "stop" and not self._include_stop:
             return  # the token that ended the text is not a part of it
-        if token_id in self._special:
+        if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
             self._shown = None
         elif self._shown is not None:
             self._shown.append(token_id)

@@ -184,7 +184,8 @@ class Generation:
         ]
         self._submission = Submission(serving.engine, serving.hub, requests)
         self._draining = serving.draining
-        self._spellings = serving.spellings if isinstance(request, ChatRequest) else None
+        plain = isinstance(request, ChatRequest) and not request.add_special_tokens
+        self._spellings = serving.spellings if plain else None
 
     def submit(self) -> None:
         """Hand the prompts to the engine; raises APIError."""

@@ -13,6 +13,7 @@ from serve.text import TextTokenizer
 _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is counted in slices first
 _SLICE = 32768  # characters
 _SLICE_SLACK = 8  # tokens that cutting a text in two may add, generously
+_LONGEST_SPECIAL = 256  # characters; more than any special token has
 _MIN_TEMPERATURE = 1e-5  # below this, logits / temperature overflows: greedy is the limit
 _TEMPLATE_RESERVED = frozenset(  # arguments of the template renderer that are not variables of the template
     [
@@ -103,14 +104,9 @@ def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int, spel
     """The prompt of a chat completion: its first turns in the tokens in which this server read and wrote them."""
     text = chat_text(tokenizer, request)
     if request.truncate_prompt_tokens is None and not request.add_special_tokens:
-        characters, ids = spellings.beginning(text)
-        rest = text[characters:]
-        if ids and len(rest) <= _CHARS_PER_TOKEN * limit:
-            more = tokenizer.encode(rest, add_special_tokens=False)
-            if (
-                not more or more[0] in tokenizer.special_ids
-            ):  # else the cut could fall into what belongs together
-                return Prompt(fit_prompt(ids + more, limit, "messages", None), text)
+        ids = _as_spelled(tokenizer, text, limit - (request.token_limit or 1), spellings)
+        if ids:
+            return Prompt(ids, text)
     ids = encode_bounded(
         tokenizer,
         text,
@@ -120,6 +116,22 @@ def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int, spel
         truncate=_kept(request.truncate_prompt_tokens, limit, request.token_limit),
     )
     return Prompt(ids, text if request.truncate_prompt_tokens is None else None)
+
+
+def _as_spelled(tokenizer: TextTokenizer, text: str, limit: int, spellings: Spellings) -> list[int] | None:
+    """`text` in the tokens of the longest known beginning that can be cut off, and the tokenizer's; at most `limit`."""
+    for characters, ids in spellings.beginnings(text):
+        rest = text[characters:]
+        if len(rest) > _CHARS_PER_TOKEN * limit:
+            continue
+        # Only before a special token: elsewhere the cut could fall into what belongs together.
+        start = tokenizer.encode(rest[:_LONGEST_SPECIAL], add_special_tokens=False)
+        if start and start[0] not in tokenizer.special_ids:
+            continue
+        ids += tokenizer.encode(rest, add_special_tokens=False)
+        if len(ids) <= limit:
+            return ids
+    return None
 
 
 def completion_prompts(

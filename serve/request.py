@@ -136,7 +136,7 @@ class EngineProtocol(Protocol):
         """
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Stop a choice, or all choices; what they hold may be kept for the next turn. Unknown or finished ids are ignored."""
+        """Stop a choice, or all choices; what they hold may be kept for the next turn. Others' ids are ignored."""
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""

@@ -398,10 +398,16 @@ class Scheduler:
         if not sequence.keep or not self.limits.max_stored or state.cached < 1:
             self._release(state)
             return
+        # What was given up before its first token, and was no conversation before, costs no other one its place.
+        spare = len(sequence.tokens) == sequence.prompt_length and not sequence.cached_tokens
+        if spare and self.sessions.full:
+            self._release(state)
+            return
         while self.sessions.full:
             self._evict()
         self._trim(state, state.compressed, max(state.tail, 0))
-        self.sessions.put(StoredSession(state, np.asarray(sequence.tokens[: state.cached], np.int32)))
+        tokens = np.asarray(sequence.tokens[: state.cached], np.int32)
+        self.sessions.put(StoredSession(state, tokens), first_to_go=spare)
 
 
 def _continues(sequence: Sequence, before: Sequence) -> bool:

@@ -7,7 +7,7 @@ holds, and a row that was compressed past the difference is lost for the next tu
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 MOST_CHARACTERS = 2**25  # of all texts together
 
@@ -35,11 +35,14 @@ class Spellings:
         if self._tokens.pop(text, None) is not None:
             self._characters -= len(text)
 
-    def beginning(self, text: str) -> tuple[int, list[int]]:
-        """The longest known text that `text` begins with: its characters and its tokens; (0, []) if there is none."""
+    def beginnings(self, text: str) -> Iterator[tuple[int, list[int]]]:
+        """The known texts that `text` begins with, longest first: the characters and the tokens of each."""
         with self._lock:
-            known = max((t for t in self._tokens if text.startswith(t)), key=len, default=None)
-            if known is None:
-                return 0, []
-            self._tokens.move_to_end(known)
-            return len(known), self._tokens[known].tolist()
+            known = sorted((t for t in self._tokens if text.startswith(t)), key=len, reverse=True)
+        for beginning in known:
+            with self._lock:
+                tokens = self._tokens.get(beginning)
+                if tokens is None:
+                    continue
+                self._tokens.move_to_end(beginning)
+            yield len(beginning), tokens.tolist()

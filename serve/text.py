@@ -1,5 +1,6 @@
 """Text side of a generation: what the server needs of a tokenizer, and the search for stop strings."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ class TextTokenizer(Protocol):
 
     special_ids: frozenset[int]
 
+    def __hash__(self) -> int: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -30,6 +33,13 @@ class TextTokenizer(Protocol):
     ) -> str: ...
 
     def detokenizer(self, skip_special_tokens: bool = True) -> TextDetokenizer: ...
+
+
+@functools.lru_cache(maxsize=4)
+def special_texts(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """How the special tokens look where they are written out."""
+    texts = (tokenizer.token_bytes(i).decode("utf-8", "replace") for i in sorted(tokenizer.special_ids))
+    return tuple(text for text in texts if text)
 
 
 class StopScanner:

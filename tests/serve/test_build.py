@@ -76,7 +76,7 @@ def test_heads_that_would_leave_columns_empty_are_refused():
 def test_a_profile_of_another_model_is_named(tmp_path, caplog):
     config = tiny_config(num_layers=2)
     shape = (config.num_layers, config.num_kv_heads)
-    for made_for, warnings in (("other/base", 1), ("hub/Tiny", 0), ("/models/tiny.GGUF", 0)):
+    for made_for, warnings in (("other/base", 1), ("hub/Tiny", 0), ("/models/tiny-Q4_K_M.GGUF", 0)):
         profile = BudgetProfile(budgets=np.full(shape, 0.5), retention=0.5, provenance={"model": made_for})
         profile.save(tmp_path / "p.npz")
         caplog.clear()

@@ -53,6 +53,25 @@ def test_a_prompt_is_left_behind_only_where_there_is_room_and_goes_first():
     assert lengths(bench) == [31, 69, 79]
 
 
+def test_prompts_given_up_early_cost_no_conversation_its_place():
+    bench = loop(plan=make_plan(), max_stored=2)
+    for seed in (1, 2):
+        bench.run(prompt(40, seed), max_tokens=5, ignore_eos=True)
+    for seed in (3, 4):
+        job = bench.add(prompt(100, seed), max_tokens=5)
+        bench.step()
+        bench.abort(job)
+        bench.drain()
+    assert [len(session.tokens) for session in bench.scheduler.sessions] == [44, 44]
+    turn = [*prompt(40, 1), *bench.jobs[0].tokens(), *prompt(60, 5)]
+    job = bench.add(turn, max_tokens=5)  # a conversation that goes on is stored again
+    bench.step()
+    bench.abort(job)
+    bench.drain()
+    assert len(bench.scheduler.sessions) == 2
+    assert bench.run(turn, max_tokens=5).cached > 44
+
+
 def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
     """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
     bench = loop(plan=make_plan())

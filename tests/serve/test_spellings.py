@@ -20,31 +20,34 @@ def conversation(answer: str, **options) -> ChatRequest:
     return ChatRequest.model_validate({"messages": turns} | options)
 
 
-def test_the_longest_known_beginning():
+def longest(known: Spellings, text: str) -> tuple[int, list[int]]:
+    return next(known.beginnings(text), (0, []))
+
+
+def test_known_beginnings_longest_first():
     known = Spellings()
-    assert known.beginning("abc") == (0, [])
+    assert list(known.beginnings("abc")) == []
     known.remember("ab", [7])
     known.remember("abcd", [8, 9])
-    known.remember("", [])
-    assert known.beginning("abcde") == (4, [8, 9])
-    assert known.beginning("abc") == (2, [7])
-    assert known.beginning("b") == (0, [])
+    assert list(known.beginnings("abcde")) == [(4, [8, 9]), (2, [7])]
+    assert list(known.beginnings("abc")) == [(2, [7])]
+    assert list(known.beginnings("b")) == []
     known.remember("ab", [5])
-    assert known.beginning("ab") == (2, [5])
+    assert list(known.beginnings("ab")) == [(2, [5])]
 
 
 def test_what_was_not_asked_for_longest_is_forgotten(monkeypatch):
     known = Spellings(most=2)
     for text in ("a", "b"):
         known.remember(text, [1])
-    assert known.beginning("a!") == (1, [1])
+    assert longest(known, "a!") == (1, [1])
     known.remember("c", [1])
-    assert [known.beginning(text)[0] for text in "abc"] == [1, 0, 1]
+    assert [longest(known, text)[0] for text in "abc"] == [1, 0, 1]
     monkeypatch.setattr(spellings, "MOST_CHARACTERS", 10)
     known.remember("d" * 9, [1])
-    assert [known.beginning(text)[0] for text in ("a", "c", "d" * 9)] == [0, 1, 9]
+    assert [longest(known, text)[0] for text in ("a", "c", "d" * 9)] == [0, 1, 9]
     known.remember("e" * 11, [1])
-    assert known.beginning("e" * 11) == (0, [])
+    assert longest(known, "e" * 11) == (0, [])
 
 
 def test_a_second_turn_begins_with_the_tokens_of_the_first():
@@ -61,6 +64,30 @@ def test_a_second_turn_begins_with_the_tokens_of_the_first():
         assert prompt.ids == TOKENIZER.encode(text, add_special_tokens=False)
     with pytest.raises(Exception, match="maximum context length"):
         chat_prompt(TOKENIZER, conversation("answer"), 30, known)
+
+
+def test_what_fits_in_the_tokenizers_tokens_is_never_refused():
+    known = Spellings()
+    plain = chat_prompt(TOKENIZER, conversation("answer"), 512, known).ids
+    known.remember(OPENING + "answer", [*OPENING_IDS, *[99] * 200])
+    limit = len(plain) + 100
+    assert chat_prompt(TOKENIZER, conversation("answer"), limit, known).ids == plain
+    known.remember(OPENING + "answer", [*OPENING_IDS, *[99] * 50])
+    assert chat_prompt(TOKENIZER, conversation("answer"), limit, known).ids != plain
+    assert chat_prompt(TOKENIZER, conversation("answer", max_tokens=99), limit, known).ids == plain
+
+
+def test_a_turn_that_was_finished_by_hand_keeps_the_turns_before():
+    known = Spellings()
+    first = [*OPENING_IDS, 99, 98]
+    known.remember(OPENING + "answer", first)
+    second = chat_prompt(TOKENIZER, conversation("answer"), 512, known)
+    known.remember(second.text + "The sky is", [*second.ids, 97])  # cut by its length
+    request = conversation("answer")
+    turns = [m.model_dump(exclude_none=True) for m in request.messages]
+    turns += [{"role": "assistant", "content": "The sky is blue."}, HELLO]
+    third = chat_prompt(TOKENIZER, ChatRequest.model_validate({"messages": turns}), 512, known)
+    assert third.ids[: len(first)] == first and 97 not in third.ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,6 +112,14 @@ def test_a_finished_answer_is_remembered(served, monkeypatch, stream):
     chat()  # has half a character
     served.script([*ids("yes"), 3, *ids("no")], finish="length")
     chat()  # a special token that the text does not show
+    served.script([*ids("yes"), 299], finish="length")
+    chat()  # a token that stands for nothing
+    served.script([299], finish="length")
+    chat()
+    served.script(ids("<|im_end|>"), finish="length")
+    chat()  # written out, which is not the special token
+    served.script(ids("yes"), finish="length")
+    chat(extra_body={"add_special_tokens": True})
     served.openai.completions.create(model="tiny", prompt="a", max_tokens=3)
     assert noted == []
 
