@@ -67,7 +67,7 @@ def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callabl
         # Where a head has no entry left, the block adds exp(NEVER - top) = 0, whatever lies in the page.
         return state.add(jnp.where(there, scores, NEVER), lambda w: weigh(w, values))
 
-    steps = (pages.lengths.max() + (block - 1)) // block
+    steps = lax.div(pages.lengths.max() + (block - 1), np.int32(block))
     return lax.fori_loop(0, steps, body, start)
 
 
@@ -198,4 +198,4 @@ def _walk_head(rows: jax.Array, pages: LayerPages, head: int, start: Softmax, sc
         scores = jnp.where(i * block + np.arange(block) < length, scores, NEVER)
         return state.add(scores, lambda w: _product(w.astype(values.dtype), values))
 
-    return lax.fori_loop(0, (length + (block - 1)) // block, body, start)
+    return lax.fori_loop(0, lax.div(length + (block - 1), np.int32(block)), body, start)

@@ -183,9 +183,8 @@ class BudgetProfile:
             header = json.loads(str(data["header"])) if "header" in data else {}
         except FileNotFoundError:
             raise
-        except (
-            Exception
-        ) as error:  # damaged archives fail in many ways: BadZipFile, zlib.error, TokenError, ...
+        # A damaged archive fails in many ways: BadZipFile, zlib.error, TokenError, ...
+        except Exception as error:
             raise ValueError(
                 f"{path} is not a budget profile (.npz of BudgetProfile.save): {error}"
             ) from error

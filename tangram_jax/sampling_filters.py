@@ -86,7 +86,7 @@ def _search(probs: Array, target: Array, low: Array, high: Array, active: Array,
     def measure(threshold: Array) -> tuple[Array, Array]:
         kept = probs >= threshold[:, None]
         # Counted in floats (exact): XLA makes one fast loop of two float sums, but not of a float and an integer sum.
-        number = kept.astype(jnp.float32).sum(axis=-1)
+        number = jnp.where(kept, jnp.float32(1), jnp.float32(0)).sum(axis=-1)
         return number if count else jnp.where(kept, probs, 0.0).sum(axis=-1), number
 
     def undecided(low: Array, high: Array, n_low: Array, n_high: Array) -> Array:
