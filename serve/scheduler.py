@@ -8,30 +8,18 @@ back from preemption are the same thing.
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from serve.pages import PageBook
 from serve.request import RequestRejected
+from serve.row_operations import RowOperations
 from serve.sequence import ChunkWork, Phase, RowState, Sequence, Work
 from serve.sessions import ReachBack, SessionStore, StoredSession
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
 ROOM = 64  # tail tokens that are reserved at a time
-
-
-class RowOperations(Protocol):
-    """What the scheduler asks of the device, in order; each mirrors a function of tangram_jax.cache."""
-
-    def reserve(self, row: int, tokens: int, tail: int) -> None: ...
-    def trim(self, row: int, tokens: int, tail: int) -> None: ...
-    def rollback(self, row: int, count: int) -> None: ...
-    def fork(self, src: int, dst: int) -> None: ...
-    def release(self, row: int) -> None: ...
-    def start(self, sequence: Sequence) -> None:
-        """The sequence has a row: set its sampling parameters."""
 
 
 @dataclass(frozen=True)
