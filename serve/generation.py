@@ -245,8 +245,8 @@ class Generation:
             self._submission.stop(p, output.choice)
         if choice.finish_reason is not None:
             self._timer.choice_finished(choice.finish_reason, choice.num_tokens)
-            spelling, prompt = choice.spelling, self._prompts[p]
-            if self._spellings and spelling and prompt.text is not None:
+            prompt = self._prompts[p]
+            if self._spellings and prompt.text is not None and (spelling := choice.spelling):
                 self._spellings.remember(prompt.text + spelling[0], prompt.ids + spelling[1])
         return index
 
