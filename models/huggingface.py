@@ -14,6 +14,7 @@ from models.config import ModelConfig, UnsupportedModelError, config_from_huggin
 from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _IGNORED = ["original/*", "consolidated*", "onnx/*", "*.index.json.lock"]
 
 
@@ -39,10 +40,19 @@ class HuggingFaceDirectory:
         self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
         self.shapes: dict[str, tuple[int, ...]] = {}
 
+    def _generation_config(self) -> dict[str, Any]:
+        path = self.path / "generation_config.json"
+        return _read_json(path) if path.is_file() else {}
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What generation_config.json says of SAMPLING_DEFAULTS, unchecked."""
+        given = self._generation_config()
+        return {key: given[key] for key in SAMPLING_DEFAULTS if given.get(key) is not None}
+
     def _config(self, name: str) -> ModelConfig:
         config = config_from_huggingface(_read_json(self.path / "config.json"), name)
-        generation = self.path / "generation_config.json"
-        eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        eos = self._generation_config().get("eos_token_id")
         ids = {*config.eos_token_ids, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
         return config.replace(eos_token_ids=tuple(sorted(ids)))
 

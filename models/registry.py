@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -27,12 +28,17 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclasses.dataclass
 class LoadedModel:
-    """Everything that serving needs. `name` is the name under which the model is served by default."""
+    """Everything that serving needs.
+
+    `name` is the name under which the model is served by default, `sampling_defaults` what its maker recommends for requests
+    that say nothing themselves (`models.huggingface.SAMPLING_DEFAULTS`, unchecked).
+    """
 
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
     name: str
+    sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,7 @@ def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress:
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
     params = assemble_params(directory, config, dtype, progress=progress)
-    return LoadedModel(config, params, tokenizer, config.name)
+    return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 
 
 def _load_gguf(

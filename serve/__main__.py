@@ -60,6 +60,8 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
         built.model.tokenizer,
         config.served_model_names or (built.model.name,),
         api_keys=config.api_keys,
+        allowed_origins=config.allowed_origins,
+        sampling_defaults=built.sampling_defaults,
         max_choices=config.max_choices,
         max_body_bytes=config.max_body_bytes,
         on_shutdown=engine.stop,

@@ -3,14 +3,17 @@
 import contextlib
 import hmac
 import importlib.metadata
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,6 +45,8 @@ def create_app(
     served_model_names: Sequence[str],
     *,
     api_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+    sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     max_choices: int = 128,
     max_body_bytes: int = 8 * 2**20,
     on_shutdown: Callable[[], None] | None = None,
@@ -53,6 +58,8 @@ def create_app(
       tokenizer: of the served model.
       served_model_names: names that requests may give; the first one is the default.
       api_keys: where given, one of them must come as `Authorization: Bearer KEY`, except on OPEN_ROUTES.
+      allowed_origins: web pages of these origins may call the API from a browser; "*" is any.
+      sampling_defaults: of fields that a request leaves out, e.g. {"temperature": 0.6}.
       max_choices: prompts times `n` of one request.
       max_body_bytes: larger bodies get a 413.
       on_shutdown: called once when the server stops, when no request is left in the engine.
@@ -82,10 +89,14 @@ def create_app(
     app = FastAPI(title="Tangram-JAX", version=_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.serving = serving
     install_error_handlers(app)
-    _add_generation_routes(app, serving)
+    _add_generation_routes(app, serving, sampling_defaults)
     _add_tokenizer_routes(app, serving)
     _add_info_routes(app, serving)
     app.add_middleware(_Gate, serving=serving, api_keys=tuple(api_keys))
+    if allowed_origins:  # outermost: it answers a browser's question about a request, which brings no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 
@@ -157,15 +168,15 @@ def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
     return {key: _inline(value, definitions) for key, value in schema.items()}
 
 
-def _add_generation_routes(app: FastAPI, serving: Serving) -> None:
+def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str, Any]) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        body = await read_request(serving, request, ChatRequest.parse)
+        body = await read_request(serving, request, partial(ChatRequest.parse, defaults=defaults))
         return await create_chat_completion(serving, request, body)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        body = await read_request(serving, request, CompletionRequest.parse)
+        body = await read_request(serving, request, partial(CompletionRequest.parse, defaults=defaults))
         return await create_completion(serving, request, body)
 
 

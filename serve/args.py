@@ -14,6 +14,7 @@ Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS = get_args(Cluster)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 API_KEY_VARIABLE = "TANGRAM_API_KEY"
 
@@ -42,6 +43,7 @@ class ServeConfig:
     dtype: str = "auto"
     max_model_len: int | None = None  # tokens; None: the model's
     seed: int = 0
+    generation_config: str = "auto"  # whose defaults for sampling: the model's own, or none
 
     max_num_seqs: int | None = None  # requests (choices) that run at once
     max_num_batched_tokens: int | None = None  # tokens of one engine step
@@ -63,6 +65,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call the API
     max_choices: int = 128
     max_body_bytes: int = 8 * 2**20
     shutdown_timeout: int = 15  # seconds
@@ -113,6 +116,7 @@ class ServeConfig:
             ("--dtype", self.dtype, DTYPES),
             ("--cluster", self.cluster, CLUSTERS),
             ("--scorer", self.scorer, SCORERS),
+            ("--generation-config", self.generation_config, GENERATION_CONFIGS),
             ("--log-level", self.log_level, LOG_LEVELS),
         )
         return [
@@ -133,6 +137,11 @@ class ServeConfig:
             faults.append(
                 "--api-key is empty or begins or ends with a space: write a key, or leave the flag out"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                faults.append(
+                    f"--allowed-origins {origin}: write a scheme and a host without a path, e.g. https://example.org, or *"
+                )
         if self.profile is not None and not Path(self.profile).is_file():
             faults.append(
                 f"--profile {self.profile}: no such file; make one with "
@@ -194,6 +203,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-model-len", type=int, metavar="N", help="longest prompt plus generation, in tokens"
     )
     model.add_argument("--seed", type=int, help="of requests that bring none (default 0)")
+    model.add_argument(
+        "--generation-config",
+        help="sampling of requests that say nothing: as the model's generation_config.json says (auto, the default), "
+        "or plainly at temperature 1 (vllm)",
+    )
 
     budget = parser.add_argument_group("budgets of the heads")
     budget.add_argument(
@@ -271,6 +285,12 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"clients must send one of these keys (or set {API_KEY_VARIABLE})",
     )
     http.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="web pages of these origins may call the API, e.g. https://example.org; * for all (default: none)",
+    )
+    http.add_argument(
         "--max-choices", type=int, metavar="N", help="prompts times n of one request (default 128)"
     )
     http.add_argument(
@@ -289,7 +309,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
     """The checked configuration; prints what is wrong and exits with status 2 otherwise."""
     parser = make_parser()
     values = vars(parser.parse_args(argv))
-    for name in ("served_model_names", "api_keys"):
+    for name in ("served_model_names", "api_keys", "allowed_origins"):
         if name in values:
             values[name] = tuple(values[name])
     if "api_keys" not in values and os.environ.get(API_KEY_VARIABLE):

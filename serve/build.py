@@ -17,6 +17,8 @@ from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.engine import Engine
+from serve.errors import APIError
+from serve.protocol import CompletionRequest
 from serve.runner import Buckets, Runner
 from serve.scheduler import Limits
 from tangram_jax.cache import row_layout
@@ -43,6 +45,7 @@ class Built:
     model: LoadedModel
     plan: CachePlan
     summary: str
+    sampling_defaults: dict[str, Any]  # of requests that say nothing themselves
 
 
 def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> BudgetProfile:
@@ -82,6 +85,21 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
     return dataclasses.replace(profile, retention=config.retention).normalized()
 
 
+def sampling_defaults(config: ServeConfig, model: LoadedModel) -> dict[str, Any]:
+    """What the model's generation_config.json says, if it was asked for. Raises ConfigError where it makes no sense."""
+    defaults = dict(model.sampling_defaults) if config.generation_config == "auto" else {}
+    try:
+        CompletionRequest.parse({"prompt": ""}, defaults)
+    except APIError as error:
+        raise ConfigError(
+            f"generation_config.json of {model.name}: {error.message} Mend it, or start with --generation-config vllm"
+        ) from error
+    if defaults:
+        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        log.info("Requests that say nothing else are sampled as generation_config.json says: %s", listed)
+    return defaults
+
+
 def _short(name: str) -> str:
     """Of a hub name, directory or GGUF file, without the quantisation, for comparison."""
     last = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
@@ -98,7 +116,7 @@ def build(config: ServeConfig, *, progress: bool = True) -> Built:
 
 def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu: bool = False) -> Built:
     """The engine of a loaded model, not started yet."""
-    shape = model.config
+    shape, defaults = model.config, sampling_defaults(config, model)
     longest = min(shape.max_positions, MAX_TOKENS)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
@@ -178,7 +196,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
-    return Built(engine, model, plan, summary)
+    return Built(engine, model, plan, summary, defaults)
 
 
 def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len: int) -> Buckets:

@@ -7,6 +7,8 @@ that names it, because a misspelt `max_token` would otherwise be lost in silence
 
 import difflib
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -126,12 +128,12 @@ class RequestModel(BaseModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @classmethod
-    def parse(cls, body: object) -> Self:
-        """Validate a decoded JSON body; raises APIError (400) about the first fault."""
+    def parse(cls, body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> Self:
+        """Validate a decoded JSON body; `defaults` stand for fields that it leaves out. Raises APIError (400)."""
         if not isinstance(body, dict):
             raise bad_request("The request body must be a JSON object.")
         try:
-            return cls.model_validate(_sort_fields(cls, body))
+            return cls.model_validate({**defaults, **_sort_fields(cls, body)})
         except ValidationError as error:
             raise _first_fault(error) from None
 

@@ -224,4 +224,10 @@ def test_hub_model_loads_from_the_snapshot(monkeypatch, tmp_path):
         "huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(snapshot / "config.json")
     )
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(snapshot))
-    assert load_model("org/model", progress=False).name == "org/model"
+    model = load_model("org/model", progress=False)
+    assert (model.name, model.sampling_defaults) == ("org/model", {})
+    said = {"eos_token_id": [2, 5], "temperature": 0.6, "top_k": None, "do_sample": True, "top_p": 0.9}
+    (snapshot / "generation_config.json").write_text(json.dumps(said))
+    model = load_model("org/model", progress=False)
+    assert model.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}
+    assert {2, 5} <= set(model.config.eos_token_ids)

@@ -9,7 +9,7 @@ import pytest
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
-from serve.build import build_engine, choose_profile, make_buckets
+from serve.build import build_engine, choose_profile, make_buckets, sampling_defaults
 from tangram_jax.profile import BudgetProfile
 
 
@@ -71,6 +71,25 @@ def test_heads_that_would_leave_columns_empty_are_refused():
         served = ServeConfig(cluster=cluster, heads_per_page=heads, max_num_seqs=1)
         with pytest.raises(ConfigError, match=f"write at most {heads - 1}"):
             build_engine(served, model, dtype=jnp.float32)
+
+
+def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
+    config = tiny_config(num_layers=1)
+    caplog.set_level("INFO")
+
+    def defaults(generation_config="auto", **said):
+        model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny", said)
+        return sampling_defaults(ServeConfig(generation_config=generation_config), model)
+
+    assert defaults() == {}
+    assert not caplog.records
+    assert defaults(temperature=0.6, top_k=20) == {"temperature": 0.6, "top_k": 20}
+    assert "temperature 0.6, top_k 20" in caplog.text
+    assert defaults("vllm", temperature=0.6) == {}
+    for wrong in ({"top_p": 3.0}, {"temperature": "warm"}, {"top_k": 2.5}):
+        with pytest.raises(ConfigError, match=f"of tiny: .*'{next(iter(wrong))}'.* --generation-config vllm"):
+            defaults(**wrong)
+        assert defaults("vllm", **wrong) == {}
 
 
 def test_a_profile_of_another_model_is_named(tmp_path, caplog):

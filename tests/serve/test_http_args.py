@@ -25,7 +25,8 @@ def test_all_flags(tmp_path):
         "--max-num-batched-tokens 256 --block-size 64 --kv-cache-memory 1.5GiB --gpu-memory-utilization 0.5 "
         f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
-        "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug"
+        "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
+        "--generation-config vllm --allowed-origins https://a.org http://b:3000"
     )
     assert parse_args(argv.split()) == ServeConfig(
         model="dir", served_model_names=("a", "b"), dtype="float32", max_model_len=2048, seed=-3, max_num_seqs=4,
@@ -33,6 +34,7 @@ def test_all_flags(tmp_path):
         prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
+        generation_config="vllm", allowed_origins=("https://a.org", "http://b:3000"),
     )  # fmt: skip
     assert parse_args(["--no-prefix-cache"]).prefix_cache is False
 
@@ -57,6 +59,8 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--port 70000", "from 0 to 65535"),
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
         ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
+        ("--generation-config mine", "write one of auto, vllm"),
+        ("--allowed-origins example.org", "write a scheme and a host without a path, e.g. https"),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
         (
             "--profile none.npz",

@@ -242,6 +242,38 @@ def test_api_key():
             assert served.http.get(path).status_code == 200
 
 
+def test_sampling_that_a_request_leaves_out():
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    with serving(sampling_defaults=defaults) as served:
+        said = {"temperature": 0.0, "top_k": None}
+        for path, prompt in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            for body in (prompt, prompt | said):
+                assert served.post(path, body).status_code == 200
+        sampled = [request.sampling for request in served.engine.requests]
+        assert [s.temperature for s in sampled] == [0.6, 0.0] * 2
+        assert all((s.top_k, s.repetition_penalty, s.top_p) == (20, 1.1, 1.0) for s in sampled)
+
+
+def test_web_pages_of_other_origins():
+    asked = {"Origin": "https://a.org", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization,content-type"
+    with serving(api_keys=("sesame",), allowed_origins=("https://a.org",)) as served:
+        answer = served.http.options("/v1/chat/completions", headers=asked)  # a browser sends no key with it
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.org"
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        refused = served.http.get("/v1/models", headers={"Origin": "https://a.org"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.org")
+        other = served.http.get("/v1/models", headers={"Origin": "https://b.org"})
+        assert "access-control-allow-origin" not in other.headers
+    with serving() as served:
+        answer = served.http.get("/v1/models", headers={"Origin": "https://a.org"})
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (200, None)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_shutdown_cuts_what_takes_too_long(stream):
     stopped, answers = [], []

@@ -39,7 +39,8 @@ class Engine(FakeEngine):
         threading.Thread(target=self.on_failure).start()
 
 model = SimpleNamespace(name="tiny", tokenizer=tiny_tokenizer())
-program.build = lambda config: SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine")
+built = SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine", sampling_defaults={})
+program.build = lambda config: built
 """
 MAIN = "sys.exit(program.main())"
 
