@@ -24,9 +24,12 @@ class ModelNotFoundError(ValueError):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"cannot read {path}: expected a JSON object")
+    return found
 
 
 class HuggingFaceDirectory:

@@ -127,6 +127,11 @@ def test_bad_directories(tmp_path):
     (tmp_path / "m" / "model.safetensors.index.json").unlink()
     with pytest.raises(UnsupportedModelError, match="cannot read"):
         HuggingFaceDirectory(tmp_path / "m").open()
+    (tmp_path / "m" / "generation_config.json").write_text("[]")
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot read .*generation_config.json: expected a JSON object"
+    ):
+        HuggingFaceDirectory(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match=r"cannot read .*config.json"):
         HuggingFaceDirectory(tmp_path / "m")
