@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,14 @@ def _text(values: Any, digits: int = 4) -> str:
     return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(values), d=digits)
 
 
+def answered(values: Sequence[float]) -> str:
+    """How many of some questions were answered, with Wilson's 95% interval of the share, which is sound at 0 and 1 too."""
+    hits, count, z = sum(values), len(values), 1.959964
+    middle = (hits + z * z / 2) / (count + z * z)
+    half = z * np.sqrt(hits * (count - hits) / count + z * z / 4) / (count + z * z)
+    return f"{hits:g} of {count} [{max(middle - half, 0.0):.2f}, {min(middle + half, 1.0):.2f}]"
+
+
 def report(setups: list[Setup], arguments: argparse.Namespace, console: Console) -> None:
     """Tables of what was measured."""
     full = setups[0].results
@@ -257,7 +266,7 @@ def report(setups: list[Setup], arguments: argparse.Namespace, console: Console)
         for name in ("budgets", "question compressed too", "question after compression"):
             table.add_column(name)
         for setup in setups:
-            table.add_row(setup.label, *(_text(setup.results[mode], 2) for mode in ("aware", "agnostic")))
+            table.add_row(setup.label, *(answered(setup.results[mode]) for mode in ("aware", "agnostic")))
         console.print(table)
 
 

@@ -107,21 +107,25 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         return 2
     heads_per_page = getattr(arguments, "heads_per_page", default_heads_per_page(model.config.num_kv_heads))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task(
-            f"Calibrating {model.name} ({scorer.name})", total=len(samples) + len(heldout)
-        )
-        result = calibrate(
-            model.params,
-            model.config,
-            scorer,
-            samples,
-            heldout,
-            retention=arguments.retention,
-            alpha=arguments.alpha,
-            seed=seed,
-            on_sample=lambda: progress.advance(task),
-        )
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+            task = progress.add_task(
+                f"Calibrating {model.name} ({scorer.name})", total=len(samples) + len(heldout)
+            )
+            result = calibrate(
+                model.params,
+                model.config,
+                scorer,
+                samples,
+                heldout,
+                retention=arguments.retention,
+                alpha=arguments.alpha,
+                seed=seed,
+                on_sample=lambda: progress.advance(task),
+            )
+    except FloatingPointError as error:
+        console.print(f"calibrate: {error}", style="red", markup=False)
+        return 2
     result.profile.save(arguments.out)
     _report(result, Console(), heads_per_page)
     print(f"wrote {arguments.out}")

@@ -73,7 +73,9 @@ def calibrate_ratios(
             flat = scores[:, sinks : n - window].T.reshape(-1)
             head = jax.lax.top_k(flat, keep)[1] % config.num_kv_heads
             kept = (head[:, None] == jnp.arange(config.num_kv_heads)).sum(axis=0)
-        return out, [*state, kept.astype(jnp.float32) / candidates]
+            # An order of scores that are no numbers says nothing, however plausible its shares look.
+            share = jnp.where(jnp.isnan(flat).any(), jnp.nan, kept.astype(jnp.float32) / candidates)
+        return out, [*state, share]
 
     _, shares = forward(params, config, tokens, positions, attend, [], logits_at=jnp.array([n - 1]))
     return jnp.stack(shares)

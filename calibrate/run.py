@@ -48,6 +48,8 @@ def calibrate(
     """Budgets of every head from `samples`, checked on `heldout`; all samples must have the same number of tokens.
 
     `on_sample` is called after every sample of both lists. `seed` is recorded, and fixes the split in halves.
+
+    Raises FloatingPointError where the scores of a sample are not numbers.
     """
     lengths = {len(sample.tokens) for sample in (*samples, *heldout)}
     if not samples or len(lengths) != 1:
@@ -56,8 +58,14 @@ def calibrate(
 
     def ratios(texts: Sequence[TextSample]) -> np.ndarray:
         out = []
-        for text in texts:
+        for number, text in enumerate(texts):
             out.append(np.asarray(measure(params, tokens=jnp.asarray(text.tokens))))
+            if np.isnan(out[-1]).any():
+                layer = int(np.isnan(out[-1]).any(axis=1).argmax())
+                raise FloatingPointError(
+                    f"layer {layer} gives scores that are not numbers for sample {number}: the weights are damaged, or "
+                    "too large for their dtype"
+                )
             on_sample()
         return np.stack(out)
 

@@ -145,7 +145,6 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     if missing:
         raise UnsupportedModelError(f"cannot load {name}: config.json lacks {', '.join(missing)}")
     num_heads = int(config["num_attention_heads"])
-    eos = config.get("eos_token_id")
     return ModelConfig(
         name=name,
         vocab_size=int(config["vocab_size"]),
@@ -161,5 +160,16 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=end_token_ids(config, f"config.json of {name}"),
     )
+
+
+def end_token_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config, one or several; negative ones stand for none. Raises UnsupportedModelError."""
+    eos = config.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int for i in ids):
+        raise UnsupportedModelError(
+            f"{where}: eos_token_id is {eos!r}, expected a token id or a list of them"
+        )
+    return tuple(i for i in ids if i >= 0)

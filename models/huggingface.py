@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
-from models.config import ModelConfig, UnsupportedModelError, config_from_huggingface
+from models.config import ModelConfig, UnsupportedModelError, config_from_huggingface, end_token_ids
 from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -55,8 +55,8 @@ class HuggingFaceDirectory:
 
     def _config(self, name: str) -> ModelConfig:
         config = config_from_huggingface(_read_json(self.path / "config.json"), name)
-        eos = self._generation_config().get("eos_token_id")
-        ids = {*config.eos_token_ids, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
+        said = end_token_ids(self._generation_config(), f"generation_config.json of {name}")
+        ids = {*config.eos_token_ids, *said}
         return config.replace(eos_token_ids=tuple(sorted(ids)))
 
     def open(self) -> None:

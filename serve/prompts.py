@@ -226,6 +226,13 @@ def sampling_params(
     greedy = request.temperature < _MIN_TEMPERATURE
     params = []
     for prompt in prompts:
+        if max(prompt.ids) >= vocab_size:  # out of a text
+            raise bad_request(
+                f"The {where} holds token {max(prompt.ids)} of the tokenizer, but the model knows only those below "
+                f"{vocab_size}: leave that special token out, or give the model a tokenizer that fits it.",
+                where,
+                "invalid_value",
+            )
         room = limit - len(prompt.ids)
         if wanted is not None and wanted > room:
             raise bad_request(

@@ -386,8 +386,10 @@ class Scheduler:
         if not sequence.keep or not self.limits.max_stored or state.cached < 1:
             self._release(state)
             return
-        # What was given up before its first token, and was no conversation before, costs no other one its place.
-        spare = len(sequence.tokens) == sequence.prompt_length and not sequence.cached_tokens
+        # What was given up before its first token, and was no conversation before, costs no other one its place, nor
+        # does any choice but the first: a client goes on from one of them.
+        unread = len(sequence.tokens) == sequence.prompt_length and not sequence.cached_tokens
+        spare = unread or sequence.choice > 0
         if spare and self.sessions.full:
             self._release(state)
             return

@@ -277,7 +277,10 @@ class KeyDiff:
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM:
-    """StreamingLLM: the most recent candidates, the same for every head (sinks are kept by the caller)."""
+    """StreamingLLM: the most recent candidates, the same for every head (sinks are kept by the caller).
+
+    The paper's method where a prompt is one chunk: of several, each leaves its own last entries, which are locked then.
+    """
 
     name: ClassVar[str] = "streaming_llm"
 

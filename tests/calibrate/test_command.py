@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
@@ -122,6 +123,15 @@ def test_texts_that_are_too_short_are_one_clear_error(tiny_model, tmp_path, caps
     monkeypatch.setattr(registry, "load_model", lambda name, dtype: longer)
     assert main(["--sample-tokens", "900000", "--out", str(tmp_path / "p.npz")]) == 2
     assert "are too short for 900000 tokens" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_weights_that_give_no_numbers_give_no_profile(tiny_model, tmp_path, capsys):
+    tiny_model.params = jax.tree.map(lambda x: x * np.nan, tiny_model.params)
+    options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--out", str(tmp_path / "p.npz")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "layer 0 gives scores that are not numbers for sample 0" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_shipped_profile_of_the_default_model():

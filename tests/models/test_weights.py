@@ -81,6 +81,8 @@ def test_tied_and_untied_heads(tiny):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling of type 'yarn'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"architectures": None}, "none given"),
+        ({"eos_token_id": "2"}, "config.json of x: eos_token_id is '2', expected a token id or a list"),
+        ({"eos_token_id": [2, True]}, "eos_token_id is .2, True."),
     ],
 )
 def test_unsupported_configurations(changes, message):
@@ -127,6 +129,9 @@ def test_bad_directories(tmp_path):
     (tmp_path / "m" / "model.safetensors.index.json").unlink()
     with pytest.raises(UnsupportedModelError, match="cannot read"):
         HuggingFaceDirectory(tmp_path / "m").open()
+    (tmp_path / "m" / "generation_config.json").write_text('{"eos_token_id": {"a": 1}}')
+    with pytest.raises(UnsupportedModelError, match=r"generation_config.json of m: eos_token_id is {'a': 1}"):
+        HuggingFaceDirectory(tmp_path / "m")
     (tmp_path / "m" / "generation_config.json").write_text("[]")
     with pytest.raises(
         UnsupportedModelError, match=r"cannot read .*generation_config.json: expected a JSON object"
@@ -231,7 +236,7 @@ def test_hub_model_loads_from_the_snapshot(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: str(snapshot))
     model = load_model("org/model", progress=False)
     assert (model.name, model.sampling_defaults) == ("org/model", {})
-    said = {"eos_token_id": [2, 5], "temperature": 0.6, "top_k": None, "do_sample": True, "top_p": 0.9}
+    said = {"eos_token_id": [2, -1, 5], "temperature": 0.6, "top_k": None, "do_sample": True, "top_p": 0.9}
     (snapshot / "generation_config.json").write_text(json.dumps(said))
     model = load_model("org/model", progress=False)
     assert model.sampling_defaults == {"temperature": 0.6, "top_p": 0.9}

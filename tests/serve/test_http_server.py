@@ -257,6 +257,18 @@ def test_sampling_that_a_request_leaves_out():
         assert all((s.top_k, s.repetition_penalty, s.top_p) == (20, 1.1, 1.0) for s in sampled)
 
 
+def test_a_text_with_tokens_that_the_model_lacks():
+    with serving() as served:
+        served.engine.vocab_size = 128
+        chat = {"messages": [{"role": "user", "content": "z"}]}
+        for path, body in (("/v1/completions", {"prompt": ["a", "z"]}), ("/v1/chat/completions", chat)):
+            answer = served.post(path, body)
+            assert answer.status_code == 400
+            assert "the model knows only those below 128" in answer.json()["error"]["message"]
+        assert served.post("/v1/completions", {"prompt": "a"}).status_code == 200
+        assert len(served.engine.requests) == 1
+
+
 def test_web_pages_of_other_origins():
     asked = {"Origin": "https://a.org", "Access-Control-Request-Method": "POST"}
     asked["Access-Control-Request-Headers"] = "authorization,content-type"

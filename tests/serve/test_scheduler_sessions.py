@@ -72,6 +72,17 @@ def test_prompts_given_up_early_cost_no_conversation_its_place():
     assert bench.run(turn, max_tokens=5).cached > 44
 
 
+def test_other_choices_cost_no_conversation_its_place():
+    bench = loop(plan=make_plan(), max_stored=3, max_running=4)
+    for seed in (1, 2):
+        bench.run(prompt(40, seed), max_tokens=5, ignore_eos=True)
+    job = bench.run(prompt(30, 3), n=4, max_tokens=5, ignore_eos=True)
+    held = sorted(len(session.tokens) for session in bench.scheduler.sessions)
+    assert held in ([34, 44, 44], [34, 34, 44])  # two where another choice ended before the first
+    assert bench.run([*prompt(40, 2), *bench.jobs[1].tokens(), *prompt(9)], max_tokens=2).cached > 40
+    assert bench.run([*prompt(30, 3), *job.tokens(), *prompt(9)], max_tokens=2).cached > 30
+
+
 def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
     """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
     bench = loop(plan=make_plan())
