@@ -83,11 +83,11 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     timer = serving.metrics.request_timer()
     model = serving.check_model(request.model)
     serving.check_ready()
-    limit = serving.engine.max_model_len
+    limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     check_num_choices(1, request.n, serving.max_choices)
     prompt = await serving.in_thread(
-        http_request, chat_prompt, serving.tokenizer, request, limit, serving.spellings
+        http_request, chat_prompt, serving.tokenizer, request, limit, vocab_size, serving.spellings
     )
-    params = sampling_params(request, [prompt], limit, serving.engine.vocab_size, "messages")
+    params = sampling_params(request, [prompt], limit, vocab_size, "messages")
     form = ChatFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, [prompt], params, form, timer)

@@ -80,6 +80,18 @@ def fit_prompt(ids: list[int], limit: int, param: str, truncate: int | None) -> 
     return ids
 
 
+def _known(ids: list[int], vocab_size: int, param: str) -> list[int]:
+    """The tokens of a text; 400 where the tokenizer has one that the model lacks."""
+    if (most := max(ids)) >= vocab_size:
+        raise bad_request(
+            f"The {param} holds token {most} of the tokenizer, but the model knows only those below {vocab_size}: leave "
+            "that special token out, or give the model a tokenizer that fits it.",
+            param,
+            "invalid_value",
+        )
+    return ids
+
+
 def _kept(truncate: int | None, limit: int, wanted: int | None) -> int | None:
     """Tokens that `truncate_prompt_tokens` leaves: -1 stands for as many as leave room for those to be generated."""
     return max(1, limit - max(1, wanted or 1)) if truncate == -1 else truncate
@@ -100,13 +112,15 @@ def chat_text(tokenizer: TextTokenizer, fields: ChatFields) -> str:
         raise bad_request(str(error)[:500], "messages") from None
 
 
-def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int, spellings: Spellings) -> Prompt:
+def chat_prompt(
+    tokenizer: TextTokenizer, request: ChatRequest, limit: int, vocab_size: int, spellings: Spellings
+) -> Prompt:
     """The prompt of a chat completion: its first turns in the tokens in which this server read and wrote them."""
     text = chat_text(tokenizer, request)
     if request.truncate_prompt_tokens is None and not request.add_special_tokens:
         ids = _as_spelled(tokenizer, text, limit - (request.token_limit or 1), spellings)
         if ids:
-            return Prompt(ids, text)
+            return Prompt(_known(ids, vocab_size, "messages"), text)
     ids = encode_bounded(
         tokenizer,
         text,
@@ -115,7 +129,9 @@ def chat_prompt(tokenizer: TextTokenizer, request: ChatRequest, limit: int, spel
         add_special_tokens=request.add_special_tokens,
         truncate=_kept(request.truncate_prompt_tokens, limit, request.token_limit),
     )
-    return Prompt(ids, text if request.truncate_prompt_tokens is None else None)
+    return Prompt(
+        _known(ids, vocab_size, "messages"), text if request.truncate_prompt_tokens is None else None
+    )
 
 
 def _as_spelled(tokenizer: TextTokenizer, text: str, limit: int, spellings: Spellings) -> list[int] | None:
@@ -152,7 +168,7 @@ def completion_prompts(
                 add_special_tokens=request.add_special_tokens,
                 truncate=truncate,
             )
-            prompts.append(Prompt(ids, item if truncate is None else None))
+            prompts.append(Prompt(_known(ids, vocab_size, "prompt"), item if truncate is None else None))
         else:
             ids = fit_prompt(item, limit, "prompt", truncate)
             prompts.append(Prompt(check_token_ids(ids, vocab_size, "prompt")))
@@ -226,13 +242,6 @@ def sampling_params(
     greedy = request.temperature < _MIN_TEMPERATURE
     params = []
     for prompt in prompts:
-        if max(prompt.ids) >= vocab_size:  # out of a text
-            raise bad_request(
-                f"The {where} holds token {max(prompt.ids)} of the tokenizer, but the model knows only those below "
-                f"{vocab_size}: leave that special token out, or give the model a tokenizer that fits it.",
-                where,
-                "invalid_value",
-            )
         room = limit - len(prompt.ids)
         if wanted is not None and wanted > room:
             raise bad_request(
