@@ -109,7 +109,7 @@ class Scheduler:
         parent = sequence.parent
         if parent is not None and parent.phase in (Phase.WAITING, Phase.RUNNING) and parent.generated == 0:
             return False  # the parent's prompt is on its way: fork that
-        if any(s.keep and _continues(sequence, s) for s in self._closing):
+        if any(s.keep and sequence.continues(s) for s in self._closing):
             return False  # a fast client: the turn before will be stored when its last step is in
         found = None
         if not sequence.needs_prompt_logprobs and self.limits.max_stored:
@@ -398,9 +398,3 @@ class Scheduler:
         self._trim(state, state.compressed, max(state.tail, 0))
         tokens = np.asarray(sequence.tokens[: state.cached], np.int32)
         self.sessions.put(StoredSession(state, tokens), first_to_go=spare)
-
-
-def _continues(sequence: Sequence, before: Sequence) -> bool:
-    """Whether `sequence` could take over the row of `before`, which has generated something."""
-    count = before.prompt_length
-    return before.state is not None and sequence.tokens[:count] == before.tokens[:count]

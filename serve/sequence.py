@@ -92,6 +92,11 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and self.generated == 0
 
+    def continues(self, before: "Sequence") -> bool:
+        """Whether it could take over the row of `before`, which has generated something."""
+        count = before.prompt_length
+        return before.state is not None and self.tokens[:count] == before.tokens[:count]
+
 
 @dataclass(frozen=True)
 class ChunkWork:

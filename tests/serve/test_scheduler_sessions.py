@@ -78,7 +78,7 @@ def test_other_choices_cost_no_conversation_its_place():
         bench.run(prompt(40, seed), max_tokens=5, ignore_eos=True)
     job = bench.run(prompt(30, 3), n=4, max_tokens=5, ignore_eos=True)
     held = sorted(len(session.tokens) for session in bench.scheduler.sessions)
-    assert held in ([34, 44, 44], [34, 34, 44])  # two where another choice ended before the first
+    assert held == [34, 44, 44]
     assert bench.run([*prompt(40, 2), *bench.jobs[1].tokens(), *prompt(9)], max_tokens=2).cached > 40
     assert bench.run([*prompt(30, 3), *job.tokens(), *prompt(9)], max_tokens=2).cached > 30
 
