@@ -13,7 +13,8 @@ Needle: a fact in held-out prose of 2,000 tokens, at several depths. "aware": th
 compressed; "agnostic": the text is compressed first, and the question comes as a further chunk. Greedy answer of 24
 tokens, counted as right if it contains the gold answer.
 
-All intervals are 95% bootstrap intervals over samples. Nothing here is calibrated on: the texts are the held-out ones.
+All intervals are 95%: bootstrap over samples, Wilson's for shares of questions.
+Nothing here is calibrated on: the texts are the held-out ones.
 """
 
 from __future__ import annotations
