@@ -280,7 +280,19 @@ def _module(name: str) -> str:
 
 @functools.cache
 def _reference_topics(split: Split) -> dict[str, str]:
-    """Sections of Python's language reference, dealt to the two splits alternately by name."""
+    """Sections of Python's language reference, dealt to the two splits alternately by name.
+
+    Sections contain each other, so held-out ones are without the paragraphs that calibration has too.
+    """
     from pydoc_data import topics
 
-    return {name: topics.topics[name] for name in sorted(topics.topics)[split == "heldout" :: 2]}
+    names = sorted(topics.topics)
+    calibration = {name: topics.topics[name] for name in names[::2]}
+    if split == "calibration":
+        return calibration
+    taken = {" ".join(p.split()) for text in calibration.values() for p in text.split("\n\n")}
+    own = {
+        name: "\n\n".join(p for p in topics.topics[name].split("\n\n") if " ".join(p.split()) not in taken)
+        for name in names[1::2]
+    }
+    return {name: text for name, text in own.items() if text}

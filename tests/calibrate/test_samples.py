@@ -40,6 +40,10 @@ def test_splits_share_no_document(documents):
 def test_splits_share_no_reference_topic_and_all_books_are_there(tokenizer):
     one, other = (samples._reference_topics(split) for split in ("calibration", "heldout"))
     assert len(one) > 20 and len(other) > 20 and not one.keys() & other.keys()
+    paragraphs = [
+        {p.strip() for text in topics.values() for p in text.split("\n\n")} for topics in (one, other)
+    ]
+    assert not paragraphs[0] & paragraphs[1]
     for split in samples.BOOKS:
         stored = {path.stem for path in (samples.TEXTS / split).glob("*.txt")}
         assert stored == set(samples.BOOKS[split])
