@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,45 +18,47 @@ QUESTION = "\n\nWhat is the secret key of the {city} office? Answer with the num
 
 @dataclass(frozen=True, eq=False)
 class Needle:
-    """`context` i32[a] holds the fact, `question` i32[b] the question and the start of the answer; a + b is fixed."""
+    """`context` i32[a] holds the fact, `question` i32[b] the question and the start of the answer."""
 
     context: np.ndarray
     question: np.ndarray
     answer: str
-    depth: float  # where the fact stands, as a fraction of the text
+    depth: float  # where the fact stands, as a fraction of the text's words
 
 
 def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
-    """`count` questions of `tokens` tokens (chat format included), depths spread evenly over (0, 1)."""
-    book = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8")
-    sentences = [sentence + "." for sentence in book.replace("\n\n", " ").split(". ")]
+    """`count` questions of `tokens` tokens (chat format included) or a few less, depths spread over (0, 1)."""
+    words = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").split()
     return [
-        _make_needle(
-            tokenizer, sentences, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}")
-        )
+        _make_needle(tokenizer, words, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}"))
         for index in range(count)
     ]
 
 
 def _make_needle(
-    tokenizer: Tokenizer, sentences: list[str], tokens: int, depth: float, rng: random.Random
+    tokenizer: Tokenizer, words: list[str], tokens: int, depth: float, rng: random.Random
 ) -> Needle:
-    """Sized by binary search on real token counts, to within a sentence."""
+    """Sized by binary search on real token counts, to within a word; the fact follows the sentence end next to `depth`."""
     city, number = rng.choice(CITIES["heldout"]), str(rng.randint(10_000, 99_999))
-    hay = sentences[rng.randrange(len(sentences) // 2) :]
+    ends = [0, *(i + 1 for i, word in enumerate(words) if re.search(r"[.!?][\"”’]?$", word))]
+    start = ends[rng.randrange(len(ends) // 2)]
+    hay, ends = words[start:], [end - start for end in ends if end >= start]
     fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
 
+    def place(length: int) -> int:
+        return min(ends, key=lambda end: abs(end - depth * length))
+
     def prompt(length: int) -> tuple[list[int], list[int]]:
-        at = round(depth * length)
+        at = place(length)
         text = " ".join([*hay[:at], fact, *hay[at:length]])
         rendered = tokenizer.render_chat([{"role": "user", "content": text + asked}], True)
         before, after = rendered.split(asked)
         ids = tokenizer.encode(before, add_special_tokens=False)
         return ids, tokenizer.encode(asked + after, add_special_tokens=False)
 
-    low, high = 0, len(hay)
+    low, high = 0, min(len(hay), tokens)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sum(map(len, prompt(middle))) <= tokens else (low, middle)
     context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
-    return Needle(context, question, number, depth)
+    return Needle(context, question, number, place(low) / max(low, 1))
