@@ -77,7 +77,8 @@ class ChunkScores:
         elif isinstance(self._scorer, GaussianScorer):
             logits, squares = (jnp.stack(x) for x in zip(*self._logits, strict=True))
             by_head = logits.reshape(-1, self._config.group_size, shape[-1])  # [L * K, G, C]
-            scores = self._scorer.from_logits(by_head, jnp.sqrt(squares).reshape(flat), valid.reshape(flat))
+            norms = jnp.sqrt(squares).reshape(flat)
+            scores = self._scorer.from_logits(by_head, norms, valid.reshape(flat), self._what.positions)
         return by_group(self._plan, scores.reshape(shape))
 
     def _window_sums(

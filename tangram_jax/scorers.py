@@ -93,9 +93,13 @@ class GaussianScorer(Scorer, Protocol):
         ...
 
     def from_logits(
-        self, z: Float[Array, "H G C"], value_norm: Float[Array, "H C"], valid: Bool[Array, "H C"]
+        self,
+        z: Float[Array, "H G C"],
+        value_norm: Float[Array, "H C"],
+        valid: Bool[Array, "H C"],
+        positions: Int[Array, " C"],
     ) -> Float[Array, "H C"]:
-        """The scores of any heads H from logits under the model and norms of the values."""
+        """The scores of any heads H from logits under the model, norms of the values, and true positions."""
         ...
 
 
@@ -180,8 +184,11 @@ class ExpectedAttention:
 
     Per query head, mean mu and covariance Sigma (divided by the number of positions) of the chunk's queries
     before RoPE, positions below `skip` left out; R is the rotation averaged over the `future` positions that
-    follow the last query; z = c (R mu).k + c^2 k.(R Sigma R^T) k / 2; softmax over the valid candidates; mean
-    over the G query heads of a KV head; score (p + eps) * norm(v).
+    follow the last query; z = c (R mu).k + c^2 k.(R Sigma R^T) k / 2; softmax over the valid candidates from
+    position `skip` on; mean over the G query heads of a KV head; score (p + eps) * norm(v).
+
+    The first positions are kept anyway, and would take half of a first chunk's softmax (attention sinks): what is
+    left for the others would be small against eps, and their order little more than that of norm(v).
     """
 
     future: int = 512
@@ -211,13 +218,18 @@ class ExpectedAttention:
         quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
         z = _product("kce,kgde->kcgd", x.k, quadratic.astype(x.k.dtype)) + linear[:, None]
         z = (z * x.k.astype(jnp.float32)[:, :, None]).sum(axis=-1).swapaxes(1, 2)  # [K, G, C]
-        return self.from_logits(z, jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1), x.valid)
+        return self.from_logits(z, jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1), x.valid, x.positions)
 
     def from_logits(
-        self, z: Float[Array, "H G C"], value_norm: Float[Array, "H C"], valid: Bool[Array, "H C"]
+        self,
+        z: Float[Array, "H G C"],
+        value_norm: Float[Array, "H C"],
+        valid: Bool[Array, "H C"],
+        positions: Int[Array, " C"],
     ) -> Float[Array, "H C"]:
         """See `GaussianScorer`."""
-        probability = _masked_softmax(z, valid[:, None, :]).mean(axis=1)
+        counted = valid & (positions >= self.skip)
+        probability = _masked_softmax(z, counted[:, None, :]).mean(axis=1)
         return jnp.where(valid, (probability + self.eps) * value_norm, NEG_INF)
 
     def turns(

@@ -119,6 +119,7 @@ def window_reference(x: ScoreInputs, window: int, pool: int, *, squared: bool) -
 def expected_attention_reference(x: ScoreInputs, future: int, eps: float, skip: int) -> np.ndarray:
     q, _, k, v = as_float64(x)
     valid, num_valid, positions = np.asarray(x.valid), int(x.num_valid), np.asarray(x.q_positions)
+    counted = np.asarray(x.positions) >= skip
     kv_heads, count = k.shape[:2]
     group = q.shape[1] // kv_heads
     used = [t for t in range(num_valid) if positions[t] >= skip]
@@ -144,7 +145,8 @@ def expected_attention_reference(x: ScoreInputs, future: int, eps: float, skip: 
                     for c in kept
                 ]
             )
-            probability += np.exp(z - z.max()) / np.exp(z - z.max()).sum() / group
+            weight = np.exp(z - z.max()) * counted[kept]
+            probability += weight / max(weight.sum(), 1e-30) / group
         scores[head, kept] = (probability + eps) * np.linalg.norm(v[head, kept], axis=-1)
     return scores
 
@@ -270,7 +272,7 @@ def test_expected_attention_as_the_kernels_take_it(case, dtype):
         place=np.array([[[0, head] for head in range(kv_heads)]]),
         layer=jnp.int32(0), unlocked=jnp.zeros(1, jnp.int32), scale=x.scale,
     )  # fmt: skip
-    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares), x.valid)
+    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares), x.valid, x.positions)
     np.testing.assert_array_equal(np.isneginf(scores), ~np.asarray(x.valid))
     error, usual = (np.abs(s - want)[np.asarray(x.valid)] for s in (scores, scorer.score(x)))
     assert error.max() < 1.5 * usual.max() + 1e-4
