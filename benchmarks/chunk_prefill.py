@@ -1,6 +1,7 @@
 """Chunk prefill attention: our kernel against the composition with cuDNN, on shapes of real models.
 
-  python -m benchmarks.chunk_prefill            five minutes on one Hopper GPU
+  python -m benchmarks.chunk_prefill            eight minutes on one Hopper GPU
+  python -m benchmarks.chunk_prefill --chunk 32 only the chunks that compress a generation's tail
   python -m benchmarks.chunk_prefill --all      every chunk, history and retention
   python -m benchmarks.chunk_prefill --model Gemma-3-12B --csv rows.csv
 
@@ -78,6 +79,12 @@ PACKED_ROWS = [
     for model in PACKED_MODELS
     for chunk in (512, 2048, 8192)
     for context, retention in ((0, 1.0), (25600, 1.0), (102400, 0.25))
+]
+SHORT_ROWS = [
+    Row(model, chunk, context, retention)
+    for model in MODELS
+    for chunk in (32, 128)
+    for context, retention in ((8192, 1.0), (8192, 0.25), (102400, 0.25), (102400, 1.0))
 ]
 PAGE_ROWS = [Row("Llama-3.1-8B", 2048, 25600, page=page) for page in (16, 32, 128)]
 
@@ -157,12 +164,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
+    parser.add_argument("--chunk", type=int, help="only rows with chunks of so many tokens")
     parser.add_argument("--csv", help="write the rows there too")
     options = parser.parse_args(argv)
     print(jax.devices()[0].device_kind, flush=True)
     results = []
-    for row in ALL_ROWS if options.all else DEFAULT_ROWS + PACKED_ROWS + PAGE_ROWS:
-        if options.model not in (None, row.model):
+    for row in ALL_ROWS if options.all else SHORT_ROWS + DEFAULT_ROWS + PACKED_ROWS + PAGE_ROWS:
+        if options.model not in (None, row.model) or options.chunk not in (None, row.chunk):
             continue
         results.append(measure(row))
         print(".", end="", file=sys.stderr, flush=True)

@@ -30,7 +30,10 @@ class Config:
     page: int
     block: int
     num_ctas: int
+    tokens: int  # T
     stride: int  # between the parts of a tile
+    pieces: int  # of all tiles of a block of queries, at most
+    merge_columns: int
     cuts: bool  # whether there are any
     scale: float
     soft_cap: float | None
@@ -88,6 +91,7 @@ class Refs(NamedTuple):
     layer: Any  # i32[1]; within a warpgroup the number itself
     tiles: Any  # i32[L, n, TILE_COLUMNS]
     count: Any  # i32[L]
+    merges: Any  # i32[L, 1 + K, 3]
     sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
     q: Any  # [T, K * G, D]; packed [blocks of queries, K, warpgroups, 64, D]

@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 from pallas_kernels.chunk_prefill.tuning import ROWS
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
+HALF = 4  # the dimension of an array's registers (WGMMA layout, 64 rows) that counts the rows of one thread
 
 
 class TileRows(NamedTuple):
@@ -50,8 +51,7 @@ def store_rows(
         for (r, c), at in zip(
             value.layout.thread_idxs(value.shape), np.ndindex(value.registers.shape), strict=True
         ):
-            # A thread holds two rows, eight apart; which one the register is of shows in the dimension of size two.
-            half = at[value.registers.shape.index(2)] if 2 in value.registers.shape else 0
+            half = at[HALF]  # which of a thread's two rows, eight apart
             by_row.setdefault(half, []).append((r, c, value.registers[at]))
         for entries in by_row.values():
             token, head, held = rows.place(entries[0][0], *places)

@@ -108,13 +108,15 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
         acc, m, norm, *p = carry
         if cfg.fused:
             acc = work.weigh(acc, p[0], work.blocks - 1)
+
+        def write() -> None:
+            _write(cfg, refs, wg, (tile.row, tile.end, tile.head), acc, m, norm)
+
         if cfg.cuts:
-            pl.when(tile.pieces < 0)(lambda: parts.leave(cfg, refs, wg, tile, acc, m, norm))
-            pl.when(tile.pieces >= 0)(
-                lambda: _write(cfg, refs, wg, tile, *parts.gather(cfg, refs, wg, tile, acc, m, norm))
-            )
+            pl.when(tile.pieces != 0)(lambda: parts.leave(cfg, refs, wg, tile, acc, m, norm))
+            pl.when(tile.pieces == 0)(write)
         else:
-            _write(cfg, refs, wg, tile, acc, m, norm)
+            write()
         return done + work.blocks
 
     if cfg.ping_pong and cfg.fused:
@@ -124,6 +126,8 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
     lax.fori_loop(0, rounds_of(cfg, refs, cta), one_tile, i32(0))
     if cfg.ping_pong and not cfg.fused:
         pl.when(wg == 0)(lambda: meet(cfg, refs))
+    if cfg.cuts:
+        parts.merge(cfg, refs, wg, functools.partial(_write, cfg, refs, wg))
 
 
 def _capped(cfg: Config, s: Any) -> Any:
@@ -157,18 +161,38 @@ def _visible(cfg: Config, tile: Tile, j: Any, place: Place, first: Any) -> Any:
     return seen
 
 
-def _write(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
-    """Normalises and stores the rows of tokens that are the request's."""
+def _write(
+    cfg: Config,
+    refs: Refs,
+    wg: Any,
+    where: tuple[Any, Any, Any],
+    acc: Any,
+    m: Any,
+    norm: Any,
+    part: Any = None,
+) -> None:
+    """Normalises and stores the rows of tokens that are the request's.
+
+    `where`: the tile's first row, the row after its request's last, its head. `part`: if `acc` is not all columns, whether
+    it is the first ones, and where they begin.
+    """
+    tile_row, end, tile_head = where
     position, head, rows_before = cfg.place(wg)
-    row, column = tile.row + position, tile.head * cfg.group + head
-    there = tile.end - row  # positions that are
+    row, column = tile_row + position, tile_head * cfg.group + head
+    there = end - row  # positions that are
     out = acc * _spread(1.0 / norm, acc.shape)
     lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
         rows = device_ops.TileRows(cfg.positions, cfg.heads)
         at = row, column, there, i32(rows_before)
-        device_ops.store_rows(out.astype(refs.out.dtype), refs.out, *at, rows)
-        device_ops.store_values(lse, refs.lse, *at, rows)
+        if part is None:
+            device_ops.store_rows(out.astype(refs.out.dtype), refs.out, *at, rows)
+            device_ops.store_values(lse, refs.lse, *at, rows)
+            return
+        first, start = part
+        columns = refs.out.at[:, :, pl.ds(start, acc.shape[1])]
+        device_ops.store_rows(out.astype(refs.out.dtype), columns, *at, rows)
+        pl.when(first)(lambda: device_ops.store_values(lse, refs.lse, *at, rows))
         return
     refs.lse_s.at[wg][...] = lse
     staged = refs.out_s.at[wg]

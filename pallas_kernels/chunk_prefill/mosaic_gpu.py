@@ -47,13 +47,18 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     else:
         rows = jnp.pad(q.reshape(tokens, heads * group, head_dim), ((0, more), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (k, v))
+    num_ctas = min(tuning.ctas(), plan.tiles.shape[1])
+    columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.stride * heads, num_ctas)
     config = Config(
         group=group,
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
-        num_ctas=min(tuning.ctas(), plan.tiles.shape[1]),
+        num_ctas=num_ctas,
+        tokens=tokens,
         stride=plan.stride,
+        pieces=plan.num_parts // plan.stride - heads,
+        merge_columns=columns,
         cuts=plan.num_parts > 0,
         scale=scale,
         soft_cap=soft_cap,
@@ -84,7 +89,16 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         **({} if interpret is None else {"interpret": interpret}),
     )
     out, lse, *_ = kernel(
-        plan.layer_number.reshape(1), plan.tiles, plan.count, plan.sync, plan.table, rows, k, v, pool
+        plan.layer_number.reshape(1),
+        plan.tiles,
+        plan.count,
+        plan.merges,
+        plan.sync,
+        plan.table,
+        rows,
+        k,
+        v,
+        pool,
     )
     return out[:tokens].reshape(q.shape), lse[:tokens].reshape(q.shape[:3])
 

@@ -1,5 +1,10 @@
-"""Pieces of a tile's history that other CTAs work on: how a piece's result is handed over and taken in."""
+"""Tiles whose history is cut into pieces that other CTAs work on: how their results are handed over and put together.
 
+Every piece, and the tile that it was cut from, leaves its sums in global memory and counts itself. When a CTA has no tile
+left it takes its share of the putting together: some columns of a cut tile's output at a time, out of all of its results.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -7,44 +12,99 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, i32
+from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, f32, i32
+from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.ragged_decode import device_ops
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = WGMMA.reduce(1)
-
-
-def _counter(cfg: Config, refs: Refs, wg: Any, tile: Tile) -> Any:
-    return refs.sync.at[refs.layer, tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride)), wg]
+LOW = -1e30  # see `kernel.LOW`
 
 
 def leave(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
-    """Leaves a piece's sums in global memory and counts it."""
+    """Leaves the sums of a piece or of a cut tile in global memory and counts them."""
     refs.part.at[tile.part, wg][...] = acc
     refs.part_ml.at[tile.part, wg, 0][...] = m
     refs.part_ml.at[tile.part, wg, 1][...] = norm
     if not cfg.interpreted:  # there one CTA does everything, in order
-        device_ops.signal(_counter(cfg, refs, wg, tile))
+        number = tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride))
+        device_ops.signal(refs.sync.at[refs.layer, number, wg])
 
 
-def gather(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> tuple[Any, Any, Any]:
-    """A tile's own sums with those of its pieces, in a fixed order. The counter is zero again afterwards."""
-    if not cfg.interpreted:
+def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
+    """This CTA's share of putting cut tiles together; each warpgroup its own rows."""
+    cta, width = lax.axis_index("cta"), cfg.merge_columns
+    tiles = refs.merges[refs.layer, 0, 0] * cfg.stride
+    slices = cfg.head_dim // width
+    jobs = tiles * slices
 
-        @pl.when(tile.pieces > 0)
-        def _() -> None:
-            device_ops.wait_and_clear(_counter(cfg, refs, wg, tile), tile.pieces)
+    def one(n: Any, _: Any) -> Any:
+        job = cta + n * cfg.num_ctas
+        # All first columns, then all second ones ... The last ones of a tile clear its counters.
+        column, at = lax.div(job, tiles), lax.rem(job, tiles)
+        block = lax.rem(at, i32(cfg.stride))
+        row = 1 + lax.div(at, i32(cfg.stride))
+        head, first, pieces = (
+            refs.merges[refs.layer, row, c] for c in (P.MERGE_HEAD, P.MERGE_FIRST, P.MERGE_PIECES)
+        )
+        number = head * cfg.stride + block
+        come = refs.sync.at[refs.layer, number, wg]
+        seen = refs.sync.at[refs.layer, number, cfg.tuning.warpgroups + wg]
+        if not cfg.interpreted:
+            device_ops.wait(come, pieces + 1)
+            pl.when(column < slices - 1)(lambda: device_ops.signal(seen))
 
-    def one(i: Any, carry: Any) -> Any:
+        # PART of the tile and of its first piece.
+        own, first_piece = (x * cfg.stride + block for x in (cfg.pieces + head, first))
+        where = block * cfg.tuning.positions(cfg.group), i32(cfg.tokens), head
+        part = column == 0, pl.multiple_of(column * width, width)
+        write(where, *_sums(cfg, refs, wg, own, first_piece, pieces, column), part=part)
+        if not cfg.interpreted:
+
+            @pl.when(column == slices - 1)
+            def _() -> None:
+                if slices > 1:
+                    device_ops.wait_and_clear(seen, i32(slices - 1))
+                device_ops.wait_and_clear(come, pieces + 1)
+
+        return ()
+
+    lax.fori_loop(0, lax.div(jnp.maximum(jobs - cta, 0) + (cfg.num_ctas - 1), i32(cfg.num_ctas)), one, ())
+
+
+def _sums(
+    cfg: Config, refs: Refs, wg: Any, own: Any, first: Any, pieces: Any, column: Any
+) -> tuple[Any, Any, Any]:
+    """Some columns of a tile's sums, with those of its pieces, in a fixed order; several are read at a time."""
+    shape, unroll = (ROWS, cfg.merge_columns), max(cfg.tuning.merge_elements // cfg.merge_columns, 1)
+    columns = pl.ds(pl.multiple_of(column * shape[1], shape[1]), shape[1])
+
+    def spread(x: Any) -> Any:
+        return lax.broadcast_in_dim(x, shape, [0])
+
+    def some(r: Any, carry: Any) -> Any:
         acc, m, norm = carry
-        at = tile.part + i * cfg.stride
-        part_m = plgpu.load(refs.part_ml.at[at, wg, 0], layout=BY_ROW, optimized=False)
-        part_norm = plgpu.load(refs.part_ml.at[at, wg, 1], layout=BY_ROW, optimized=False)
-        part = plgpu.load(refs.part.at[at, wg], layout=WGMMA, optimized=False)
-        top = jnp.maximum(m, part_m)
-        fade, weight = jnp.exp2(m - top), jnp.exp2(part_m - top)
-        spread = (lax.broadcast_in_dim(x, acc.shape, [0]) for x in (fade, weight))
-        acc = acc * next(spread) + part * next(spread)
-        return acc, top, norm * fade + part_norm * weight
+        parts = []
+        for k in (r * unroll + u for u in range(unroll)):
+            at = jnp.where(k == 0, own, first + (jnp.minimum(k, pieces) - 1) * cfg.stride)
+            part = plgpu.load(refs.part.at[at, wg, :, columns], layout=WGMMA, optimized=False)
+            part_m = plgpu.load(refs.part_ml.at[at, wg, 0], layout=BY_ROW, optimized=False)
+            part_norm = plgpu.load(refs.part_ml.at[at, wg, 1], layout=BY_ROW, optimized=False)
+            parts.append((part, part_m + jnp.where(k <= pieces, f32(0), f32(LOW)), part_norm))
+        top = m
+        for _, part_m, _ in parts:
+            top = jnp.maximum(top, part_m)
+        fade = jnp.exp2(m - top)
+        acc, norm = acc * spread(fade), norm * fade
+        for part, part_m, part_norm in parts:
+            weight = jnp.exp2(part_m - top)
+            acc, norm = acc + part * spread(weight), norm + part_norm * weight
+        return acc, top, norm
 
-    return lax.fori_loop(0, tile.pieces, one, (acc, m, norm))
+    nothing = (
+        plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), LOW, f32), BY_ROW),
+        plgpu.layout_cast(jnp.zeros((ROWS,), f32), BY_ROW),
+    )
+    return lax.fori_loop(0, lax.div(pieces + unroll, i32(unroll)), some, nothing)

@@ -5,9 +5,9 @@ those that need a mask (the diagonal of the chunk, the far edge of a sliding win
 and those that do not (the rest of the history, then of the chunk). Tiles are ordered by falling work and dealt to the CTAs
 back and forth. All of it is a few array operations on the device.
 
-Where tiles are few for the CTAs and of unequal work, long histories are cut into pieces that are tiles of their own. They
-come first in the order; the tile that they were cut from waits for their results and puts them together. So every CTA gets
-to the tiles that wait after all pieces of its own, and nothing deadlocks.
+Where tiles are few for the CTAs and of unequal work, long histories are cut into pieces that are tiles of their own, first
+in the order. What they and the tile that they were cut from come to is put together at the end of the kernel, by all CTAs:
+each has done all of its tiles before it waits for others, so nothing deadlocks.
 """
 
 import dataclasses
@@ -30,15 +30,21 @@ MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
 HISTORY_FIRST = 13  # the first block of the history without a mask
 # A tile's history may be cut into pieces, which other CTAs work on. PIECES: how many others there are, or -1 in a row that
-# is one of them; PART: where the first of them, or this one, leaves its result. Modulo `stride` it is the number of
-# the tile's block of queries.
+# is one of them; PART: where the tile or piece leaves its result. Modulo `stride` it is the number of the tile's block
+# of queries.
 PART, PIECES = 14, 15
 TILE_COLUMNS = 16
-MAX_PIECES = 16  # of all heads of a layer; each is a tile for every block of queries
-MIN_PIECE = 8  # blocks
+# Columns of `ChunkPlan.merges`: a head whose history is cut, the PART of its first piece over `stride`, how many there are.
+# Row 0 holds the number of such heads, whose rows follow.
+MERGE_HEAD, MERGE_FIRST, MERGE_PIECES = range(3)
+# Pieces of all heads of a layer, each a tile for every block of queries: as many as make one tile for each CTA, but at
+# least so many.
+LEAST_PIECES = 16
+MIN_PIECE = 2  # blocks
+CUT_FROM = 8  # blocks: where no head's history is longer, putting pieces together takes longer than they save
 # Tiles for each CTA; with more of them whole tiles balance. Measured: a chunk of 512 at retention 0.25 takes 367 us for 622,
 # one of 1024 700 for 787; where nothing needs a cut, the kernel is 2% slower for being able to. The pieces' results lie in
-# device memory, MAX_PIECES times one KV head's output in float32: 67 MB for 2048 tokens, two queries per head, D = 256.
+# device memory, each as large as one KV head's output in float32: 67 MB for 2048 tokens, two queries per head, D = 256.
 CUT_BELOW = 2
 SYNC_COLUMNS = 8  # at least as many as computing warpgroups
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
@@ -58,6 +64,7 @@ class ChunkPlan(LayeredPlan):
     table: jax.Array  # i32[rows * R], the same for all layers
     starts: jax.Array  # i32[B]
     sizes: jax.Array  # i32[B]
+    merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
     sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
     block_rows: jax.Array  # i32[stride]: first query row of each block of queries
@@ -66,7 +73,7 @@ class ChunkPlan(LayeredPlan):
     block: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
     stride: int = dataclasses.field(metadata={"static": True})  # between a tile's parts: its head's tiles
-    num_parts: int = dataclasses.field(metadata={"static": True})  # results of pieces at most
+    num_parts: int = dataclasses.field(metadata={"static": True})  # results of pieces and cut tiles at most
 
 
 def plan_chunk(
@@ -116,8 +123,10 @@ def plan_chunk(
     offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, i32)[None])
     column = by_layer(jnp.broadcast_to(jnp.asarray(column, i32)[None], lengths.shape))
     # Few enough tiles are cut into pieces.
-    cut = own.alone and own.blocks * all_heads // num_layers <= CUT_BELOW * num_ctas
-    tiles, count = jax.vmap(lambda *x: _tiles(own, *x, block=block, num_ctas=num_ctas, cut=cut))(
+    heads = all_heads // num_layers
+    cut = own.alone and own.blocks * heads <= CUT_BELOW * num_ctas
+    most = max(LEAST_PIECES, num_ctas // max(own.blocks, 1) - heads) if cut else 0
+    tiles, count, merges = jax.vmap(lambda *x: _tiles(own, *x, block=block, num_ctas=num_ctas, most=most))(
         length, offset, column
     )
     # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
@@ -125,6 +134,7 @@ def plan_chunk(
     return ChunkPlan(
         tiles=tiles,
         count=count,
+        merges=merges,
         table=table.reshape(-1),
         starts=jnp.asarray(own.starts),
         sizes=jnp.asarray(own.sizes),
@@ -137,7 +147,7 @@ def plan_chunk(
         block=block,
         window=window,
         stride=own.blocks,
-        num_parts=MAX_PIECES * own.blocks if cut else 0,
+        num_parts=(most + heads) * own.blocks if cut else 0,
     )
 
 
@@ -149,9 +159,9 @@ def _tiles(
     *,
     block: int,
     num_ctas: int,
-    cut: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """(i32[n, TILE_COLUMNS], how many have any work) of one layer, from i32[B, K] each."""
+    most: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(i32[n, TILE_COLUMNS], how many have any work, merges) of one layer, from i32[B, K] each; `most` pieces."""
     heads = length.shape[1]
     blocks, request = own.blocks, own.request
 
@@ -159,8 +169,8 @@ def _tiles(
     entries = length[request]
     work = -(-length // block)  # [B, K]
     pieces = _Pieces.none(heads)
-    if cut:
-        pieces = _cut(own.work, work[0], length[0] // block, num_ctas)
+    if most:
+        pieces = _cut(own.work, work[0], length[0] // block, num_ctas, most)
         work = work - pieces.cut[None]
     if own.alone:
         place = _places(own.work, work[0])
@@ -182,17 +192,17 @@ def _tiles(
         CHUNK_FIRST: own.first[:, None],
         CHUNK_FREE: own.first_free[:, None],
         HISTORY_FIRST: pieces.cut[None],
-        PART: pieces.base[None] * blocks + number,
+        PART: (most + np.arange(heads, dtype=np.int32)[None]) * blocks + number,
         PIECES: pieces.count[None],
     }
     tiles = _stack(values, (blocks, heads))
     front, cut_rows = jnp.zeros((0, TILE_COLUMNS), i32), i32(0)
-    if cut:
+    if most:
         front, cut_rows = pieces.rows(tiles), pieces.count.sum() * blocks
     tiles = tiles.reshape(-1, TILE_COLUMNS)
     rows_of = jnp.concatenate([front, jnp.zeros_like(tiles)])
     placed = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
-    return placed, (own.count * heads + cut_rows).astype(i32)
+    return placed, (own.count * heads + cut_rows).astype(i32), pieces.merges()
 
 
 def _stack(values: dict[int, Any], shape: tuple[int, int]) -> jax.Array:
@@ -282,8 +292,8 @@ class _Pieces(NamedTuple):
     count: Any  # i32[K]: how many
     base: Any  # i32[K]: the number of a head's first piece
     cut: Any  # i32[K]: blocks of them together
-    head: Any  # i32[MAX_PIECES]: the head of each piece
-    first: Any  # i32[MAX_PIECES]: each piece's first block
+    head: Any  # i32[most]: the head of each piece
+    first: Any  # i32[most]: each piece's first block
     size: Any
 
     @staticmethod
@@ -292,10 +302,10 @@ class _Pieces(NamedTuple):
         return _Pieces(zero, zero, zero, None, None, None)
 
     def rows(self, tiles: jax.Array) -> jax.Array:
-        """i32[MAX_PIECES * blocks, TILE_COLUMNS] from the tiles [blocks, K, TILE_COLUMNS] that they are cut from."""
+        """i32[most * blocks, TILE_COLUMNS] from the tiles [blocks, K, TILE_COLUMNS] that they are cut from."""
         cut_from = tiles[:, self.head].swapaxes(0, 1)
-        blocks = tiles.shape[0]
-        number = np.arange(MAX_PIECES, dtype=np.int32)[:, None]
+        most, blocks = cut_from.shape[:2]
+        number = np.arange(most, dtype=np.int32)[:, None]
         values = {c: cut_from[..., c] for c in range(TILE_COLUMNS)} | {
             MASKED: 0,
             FREE: self.size,
@@ -303,20 +313,30 @@ class _Pieces(NamedTuple):
             PART: number * blocks + np.arange(blocks, dtype=np.int32),
             PIECES: -1,
         }
-        return _stack(values, (MAX_PIECES, blocks)).reshape(-1, TILE_COLUMNS)
+        return _stack(values, (most, blocks)).reshape(-1, TILE_COLUMNS)
+
+    def merges(self) -> jax.Array:
+        """i32[1 + K, 3], see `ChunkPlan.merges`."""
+        heads = len(self.count)
+        held = jnp.asarray(self.count > 0)
+        rows = jnp.stack([np.arange(heads, dtype=np.int32), self.base, self.count], axis=-1).astype(i32)
+        at = jnp.where(held, jnp.cumsum(held, dtype=i32), 1 + heads)
+        number = jnp.zeros((1 + heads, 3), i32).at[0, 0].set(held.sum(dtype=i32))
+        return number.at[at].set(rows, mode="drop")
 
 
-def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int) -> _Pieces:
-    """Pieces of a length that makes at most MAX_PIECES of all histories; none where whole tiles balance well enough."""
+def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int, most: int) -> _Pieces:
+    """Pieces of a length that makes at most `most` of all histories; none where whole tiles do."""
     blocks, heads = own.shape[0], history.shape[0]
     total = own.sum() * heads + history.sum() * blocks
     rounds = -(-blocks * heads // num_ctas)
     balanced = (history.max() + own.max()) * (rounds * num_ctas * 10) <= total * 11
-    size = jnp.maximum(-(-history.sum() // MAX_PIECES), MIN_PIECE)
+    whole = balanced | (history.max() <= CUT_FROM)
+    size = jnp.maximum(-(-history.sum() // most), MIN_PIECE)
     # The rest of a head is not empty, and may hold a partial block.
-    count = jnp.where(balanced, 0, jnp.minimum(jnp.maximum(-(-history // size) - 1, 0), full // size))
+    count = jnp.where(whole, 0, jnp.minimum(jnp.maximum(-(-history // size) - 1, 0), full // size))
     stop = jnp.cumsum(count, dtype=i32)
-    number = np.arange(MAX_PIECES)
+    number = np.arange(most)
     head = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), heads - 1)
     base = stop - count
     return _Pieces(count, base, count * size, head, (number - base[head]) * size, size)

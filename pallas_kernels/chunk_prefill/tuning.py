@@ -17,6 +17,8 @@ class Tuning:
     ping_pong: bool = True  # one warpgroup's softmax while another's products run
     # From this head dimension on, a block's product with values and the next one's with keys are in flight together.
     fused_from: int = 256
+    merge_columns: tuple[int, int] = (16, 64)  # least and most of `columns`
+    merge_elements: int = 128  # of a row, read at a time from the results of pieces
     num_ctas: int | None = None  # one per SM by default
     load_registers: int = 40
     compute_registers: int = 232
@@ -24,6 +26,14 @@ class Tuning:
     def block(self, head_dim: int) -> int:
         """Entries of one step."""
         return min(max(self.tile_bytes // (2 * head_dim), 64), 128)
+
+    def columns(self, head_dim: int, tiles: int, num_ctas: int) -> int:
+        """Of a cut tile's output, that one CTA puts together at a time: so many that each has some, if tiles are few."""
+        least, most = self.merge_columns
+        columns = min(head_dim, most)
+        while columns > least and tiles * (head_dim // columns) * 2 <= num_ctas:
+            columns //= 2
+        return columns
 
     def ctas(self) -> int:
         """CTAs of a call: one per SM unless told otherwise."""

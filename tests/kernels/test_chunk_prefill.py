@@ -34,15 +34,20 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     result: dict[tuple[int, int], set[tuple[str, int]]] = {}
     taken: dict[tuple[int, int], set[tuple[str, int]]] = {}
     pieces: dict[tuple[int, int], list[int]] = {}
+    number, *merges = np.asarray(plan.of_layer("merges")).tolist()
+    merges = merges[: number[0]]
     for tile in np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))].tolist():
         where = tile[P.ROW], tile[P.HEAD]
         if tile[P.PIECES] < 0:
             pieces.setdefault(where, []).append(tile[P.PART])
             assert tile[P.MASKED] == 0
-            assert where not in result  # pieces come before the tile that waits for them
+            assert where not in result  # pieces come before the tile that they are cut from
         elif tile[P.PIECES]:
-            parts = [tile[P.PART] + i * plan.stride for i in range(tile[P.PIECES])]
-            assert sorted(pieces.pop(where)) == parts
+            (merge,) = (row for row in merges if row[P.MERGE_HEAD] == tile[P.HEAD])
+            number = tile[P.PART] % plan.stride
+            parts = [(merge[P.MERGE_FIRST] + i) * plan.stride + number for i in range(merge[P.MERGE_PIECES])]
+            assert tile[P.PIECES] == len(parts) and sorted(pieces.pop(where)) == parts
+            assert plan.num_parts > tile[P.PART] >= plan.num_parts - 4 * plan.stride
         blocks = []
         whole = tile[P.LENGTH] // plan.block
         partial = int(tile[P.LENGTH] % plan.block > 0 and tile[P.PIECES] >= 0)
@@ -138,7 +143,7 @@ def test_plan_of_all_layers_is_that_of_each(requests):
     for layer in range(3):
         mine = slice(4 * layer, 4 * layer + 4)
         alone = cp.plan_chunk(jnp.asarray(lengths[:, mine]), table, first[mine], column[mine], **how)
-        for name in ("tiles", "count", "sync", "heads"):
+        for name in ("tiles", "count", "merges", "sync", "heads"):
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.layer(0).of_layer(name))
         cuts.append(bool((alone.tiles[..., P.PIECES] > 0).any()))
     assert cuts == ([True, False, True] if requests == 1 else [False] * 3)
@@ -191,6 +196,7 @@ def test_a_window_that_hides_whole_blocks_in_the_interpreter():
 @pytest.mark.parametrize("group", [4, 7])
 def test_pieces_of_a_history_in_the_interpreter(group, monkeypatch):
     monkeypatch.setattr(P, "MIN_PIECE", 1)
+    monkeypatch.setattr(P, "CUT_FROM", 1)
     case = make_case([[400, 9]], 16, group=group, head_dim=64, page_size=64)
     tuning = cp.Tuning(num_ctas=1)
     assert (plan_of(case, tuning).tiles[..., P.PIECES] == 3).any()

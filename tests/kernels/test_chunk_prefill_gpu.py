@@ -16,8 +16,8 @@ REQUESTS = {"starts": [0, 104, 112, 240], "sizes": [97, 3, 128, 60]}
 TOKENS = 312
 
 
-def run(case: Case, tuning: cp.Tuning = cp.DEFAULT):
-    plan = jax.jit(lambda: plan_of(case, tuning))()
+def run(case: Case, tuning: cp.Tuning = cp.DEFAULT, plan: cp.ChunkPlan | None = None):
+    plan = plan or jax.jit(lambda: plan_of(case, tuning))()
     return cp.chunk_prefill(
         case.q, case.k, case.v, case.pool, plan, scale=case.scale, soft_cap=case.soft_cap, tuning=tuning
     )
@@ -84,12 +84,17 @@ def test_many_tiles_for_each_cta():
     check(make_case(rng.lognormal(6, 1.0, (1, 4)), 512, page_size=64), cp.Tuning(num_ctas=5))
 
 
+@pytest.mark.parametrize("tokens", [30, 256])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 64), (4, 128), (4, 256), (3, 64), (5, 128), (5, 256)])
-def test_histories_cut_into_pieces(group, head_dim):
-    case = make_case([[30000, 3000, 0, 77]], 256, group=group, head_dim=head_dim, page_size=64)
-    plan = plan_of(case)
-    assert int((plan.tiles[..., P.PIECES] < 0).sum()) > 50
+def test_histories_cut_into_pieces(group, head_dim, tokens):
+    """Also with a plan used again: its counters are zero after each call."""
+    case = make_case([[30000, 3000, 0, 77]], tokens, group=group, head_dim=head_dim, page_size=64)
+    plan = jax.jit(lambda: plan_of(case))()
+    assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), P.PIECES] < 0).sum()) > 50
     check(case)
+    first, *others = (run(case, plan=plan) for _ in range(4))
+    for other in others:
+        np.testing.assert_array_equal(np.asarray(first[0]), np.asarray(other[0]))
     assert not np.asarray(plan.sync).any()
 
 
