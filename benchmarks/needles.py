@@ -27,7 +27,7 @@ class Needle:
 
 
 def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
-    """`count` questions of `tokens` tokens (chat format included) or a few less, depths spread over (0, 1)."""
+    """`count` questions of `tokens` tokens (chat format included) or a few less; depths spread to within a sentence."""
     words = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").split()
     return [
         _make_needle(tokenizer, words, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}"))
@@ -46,7 +46,7 @@ def _make_needle(
     fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
 
     def place(length: int) -> int:
-        return min(ends, key=lambda end: abs(end - depth * length))
+        return min((end for end in ends if end <= length), key=lambda end: abs(end - depth * length))
 
     def prompt(length: int) -> tuple[list[int], list[int]]:
         at = place(length)

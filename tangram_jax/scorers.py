@@ -187,8 +187,9 @@ class ExpectedAttention:
     follow the last query; z = c (R mu).k + c^2 k.(R Sigma R^T) k / 2; softmax over the valid candidates from
     position `skip` on; mean over the G query heads of a KV head; score (p + eps) * norm(v).
 
-    The first positions are kept anyway, and would take half of a first chunk's softmax (attention sinks): what is
-    left for the others would be small against eps, and their order little more than that of norm(v).
+    The first positions are sinks, which a plan keeps anyway (4 of them by default), and would take half of a first
+    chunk's softmax: what is left for the others would be small against eps, and their order
+    little more than that of norm(v).
     """
 
     future: int = 512

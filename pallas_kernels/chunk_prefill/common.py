@@ -100,7 +100,7 @@ class Refs(NamedTuple):
     pool: Any  # [num_pages, 2, Hp, P, D]
     out: Any  # [T, K * G, D]
     lse: Any  # f32[T, K * G]
-    part: Any  # f32[num_parts, warpgroups, 64, D]: results of pieces
+    part: Any  # f32[num_parts, warpgroups, 64, D]: results of pieces and cut tiles
     part_ml: Any  # f32[num_parts, warpgroups, 2, 64]
     q_s: Any = None  # [warpgroups, 64, D]
     k_s: Any = None  # [stages, block, D]

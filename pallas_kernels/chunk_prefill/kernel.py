@@ -3,8 +3,9 @@
 A CTA works through tiles of queries: positions times query heads of one KV head, 64 rows for each computing warpgroup. One
 more warpgroup issues all loads (TMA): the tile's queries, and blocks of keys and values, which come page by page from the
 pool where they are history and in boxes of the same size from the chunk where they are its own. It runs ahead of the
-computing ones, across tiles too. History and chunk go through one running softmax, so nothing is gathered and nothing
-merged. Blocks that need a mask come first; the long loop over the rest has none.
+computing ones, across tiles too. History and chunk go through one running softmax, so nothing is gathered, and nothing
+merged but the results of histories that were cut (`parts.py`). Blocks that need a mask come first; the long loop over the
+rest has none.
 """
 
 import functools

@@ -28,7 +28,10 @@ def chunk_prefill_mosaic_gpu(
     tuning: Tuning = DEFAULT,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.chunk_prefill.chunk_prefill`."""
+    """See `pallas_kernels.chunk_prefill.chunk_prefill`.
+
+    The interpreter has no counters: it takes cut histories with one CTA alone.
+    """
     return _call(
         q, k, v, pool, plan,
         scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning, interpret=interpret,

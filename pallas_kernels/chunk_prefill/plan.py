@@ -41,12 +41,14 @@ MERGE_HEAD, MERGE_FIRST, MERGE_PIECES = range(3)
 # least so many.
 LEAST_PIECES = 16
 MIN_PIECE = 2  # blocks
-CUT_FROM = 8  # blocks: where no head's history is longer, putting pieces together takes longer than they save
-# Tiles for each CTA; with more of them whole tiles balance. Measured: a chunk of 512 at retention 0.25 takes 367 us for 622,
-# one of 1024 700 for 787; where nothing needs a cut, the kernel is 2% slower for being able to. The pieces' results lie in
-# device memory, each as large as one KV head's output in float32: 67 MB for 2048 tokens, two queries per head, D = 256.
+CUT_FROM = (
+    8  # blocks: where no head's history is longer, nothing is cut (a bound that was not measured by itself)
+)
+# Tiles for each CTA; with more of them whole tiles balance. Measured: a chunk of 512 at retention 0.25 takes 359 us for 622,
+# one of 1024 707 for 787; where nothing needs a cut, the kernel is 2% slower for being able to. The results of pieces and
+# cut tiles lie in device memory, in float32: 101 MB for 2048 tokens, 8 KV heads of two queries each, D = 256.
 CUT_BELOW = 2
-SYNC_COLUMNS = 8  # at least as many as computing warpgroups
+SYNC_COLUMNS = 8  # at least twice as many as computing warpgroups
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
 
 i32 = jnp.int32
@@ -65,7 +67,9 @@ class ChunkPlan(LayeredPlan):
     starts: jax.Array  # i32[B]
     sizes: jax.Array  # i32[B]
     merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
-    sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: the kernel counts pieces in it
+    sync: (
+        jax.Array
+    )  # i32[L, tiles, SYNC_COLUMNS], zero between kernels, which count results and readers in it
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
     block_rows: jax.Array  # i32[stride]: first query row of each block of queries
     page_size: int = dataclasses.field(metadata={"static": True})

@@ -34,8 +34,8 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     result: dict[tuple[int, int], set[tuple[str, int]]] = {}
     taken: dict[tuple[int, int], set[tuple[str, int]]] = {}
     pieces: dict[tuple[int, int], list[int]] = {}
-    number, *merges = np.asarray(plan.of_layer("merges")).tolist()
-    merges = merges[: number[0]]
+    (num_cut, *_), *merges = np.asarray(plan.of_layer("merges")).tolist()
+    merges, num_heads = merges[:num_cut], plan.heads.shape[2]
     for tile in np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))].tolist():
         where = tile[P.ROW], tile[P.HEAD]
         if tile[P.PIECES] < 0:
@@ -47,7 +47,7 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
             number = tile[P.PART] % plan.stride
             parts = [(merge[P.MERGE_FIRST] + i) * plan.stride + number for i in range(merge[P.MERGE_PIECES])]
             assert tile[P.PIECES] == len(parts) and sorted(pieces.pop(where)) == parts
-            assert plan.num_parts > tile[P.PART] >= plan.num_parts - 4 * plan.stride
+            assert tile[P.PART] == plan.num_parts - (num_heads - tile[P.HEAD]) * plan.stride + number
         blocks = []
         whole = tile[P.LENGTH] // plan.block
         partial = int(tile[P.LENGTH] % plan.block > 0 and tile[P.PIECES] >= 0)
@@ -151,10 +151,19 @@ def test_plan_of_all_layers_is_that_of_each(requests):
         cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=5)
 
 
+@pytest.mark.parametrize(("entries", "cut"), [(1024, 0), (1025, 8)])
+def test_short_histories_are_not_cut(entries, cut):
+    case = make_case([[entries] * 8], 32, page_size=64)
+    merges = plan_of(case, cp.Tuning(num_ctas=132)).of_layer("merges")
+    assert int(merges[0, 0]) == cut
+
+
 def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
     tuning = tuning or cp.Tuning(num_ctas=2)
+    plan = plan_of(case, tuning)
+    assert tuning.num_ctas == 1 or not int(plan.of_layer("merges")[0, 0])
     out, lse = chunk_prefill_mosaic_gpu(
-        case.q, case.k, case.v, case.pool, plan_of(case, tuning), scale=case.scale, soft_cap=case.soft_cap,
+        case.q, case.k, case.v, case.pool, plan, scale=case.scale, soft_cap=case.soft_cap,
         tuning=tuning, interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
     want, want_lse = case.expected()

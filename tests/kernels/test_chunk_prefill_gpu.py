@@ -94,8 +94,15 @@ def test_histories_cut_into_pieces(group, head_dim, tokens):
     check(case)
     first, *others = (run(case, plan=plan) for _ in range(4))
     for other in others:
-        np.testing.assert_array_equal(np.asarray(first[0]), np.asarray(other[0]))
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert not np.asarray(plan.sync).any()
+
+
+def test_pieces_with_options_and_several_merges_for_each_cta():
+    case = make_case([[30000, 3000, 0, 77]], 256, page_size=64, window=300, soft_cap=20.0)
+    check(case, cp.Tuning(num_ctas=20))
+    assert int(plan_of(case, cp.Tuning(num_ctas=20)).of_layer("merges")[0, 0])
 
 
 def test_pool_beyond_2_to_31_elements():
