@@ -65,8 +65,8 @@ def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
             @pl.when(column == slices - 1)
             def _() -> None:
                 if slices > 1:
-                    device_ops.wait_and_clear(seen, i32(slices - 1))
-                device_ops.wait_and_clear(come, pieces + 1)
+                    device_ops.wait(seen, i32(slices - 1), clear=True)
+                device_ops.wait(come, pieces + 1, clear=True)
 
         return ()
 

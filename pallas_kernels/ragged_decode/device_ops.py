@@ -25,27 +25,14 @@ def signal(counter: jax.Ref) -> None:
     run(counter)
 
 
-def wait(counter: jax.Ref, value: jax.Array) -> None:
-    """Waits until an i32 in global memory is `value` or more (acquire)."""
+def wait(counter: jax.Ref, value: jax.Array, *, clear: bool = False) -> None:
+    """Waits until an i32 in global memory has reached `value` (acquire). With `clear` it takes `value` off again."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def run(ctx, counter, value):
         del ctx
         mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).wait(
-            value.registers.item(), decrement=False, memory_scope="gpu"
-        )
-
-    run(counter, value)
-
-
-def wait_and_clear(counter: jax.Ref, value: jax.Array) -> None:
-    """Waits until an i32 in global memory has reached `value`, takes it down to zero again (acquire)."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def run(ctx, counter, value):
-        del ctx
-        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).wait(
-            value.registers.item(), decrement=True, memory_scope="gpu"
+            value.registers.item(), decrement=clear, memory_scope="gpu"
         )
 
     run(counter, value)

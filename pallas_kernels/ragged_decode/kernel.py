@@ -192,7 +192,7 @@ def _fused(
 
         @pl.when(others > 0)
         def _() -> None:
-            device_ops.wait_and_clear(refs.sync.at[layer, cta, 0], others)
+            device_ops.wait(refs.sync.at[layer, cta, 0], others, clear=True)
 
         def some(r: Any, carry: Any) -> Any:  # several at a time, so that their reads overlap
             acc, m, norm = carry
