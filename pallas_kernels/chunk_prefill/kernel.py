@@ -21,8 +21,8 @@ from pallas_kernels.chunk_prefill.common import LOG2E, Config, Place, Refs, Tile
 from pallas_kernels.chunk_prefill.load import load
 from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
 from pallas_kernels.chunk_prefill.tuning import ROWS
+from pallas_kernels.pieces import LOW
 
-LOW = -1e30  # below every logit, and finite: exp2(LOW - m) is 0, never NaN
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.chunk_prefill import plan as P
 from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, f32, i32
 from pallas_kernels.chunk_prefill.tuning import ROWS
+from pallas_kernels.pieces import LOW, Sums, fold
 from pallas_kernels.ragged_decode import device_ops
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = WGMMA.reduce(1)
-LOW = -1e30  # see `kernel.LOW`
 
 
 def leave(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
@@ -59,7 +59,7 @@ def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
         own, first_piece = (x * cfg.stride + block for x in (cfg.pieces + head, first))
         where = block * cfg.tuning.positions(cfg.group), i32(cfg.tokens), head
         part = column == 0, pl.multiple_of(column * width, width)
-        write(where, *_sums(cfg, refs, wg, own, first_piece, pieces, column), part=part)
+        write(where, *_sums(cfg, refs, wg, own, first_piece, pieces + 1, column), part=part)
         if not cfg.interpreted:
 
             @pl.when(column == slices - 1)
@@ -73,9 +73,7 @@ def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
     lax.fori_loop(0, lax.div(jnp.maximum(jobs - cta, 0) + (cfg.num_ctas - 1), i32(cfg.num_ctas)), one, ())
 
 
-def _sums(
-    cfg: Config, refs: Refs, wg: Any, own: Any, first: Any, pieces: Any, column: Any
-) -> tuple[Any, Any, Any]:
+def _sums(cfg: Config, refs: Refs, wg: Any, own: Any, first: Any, count: Any, column: Any) -> Sums:
     """Some columns of a tile's sums, with those of its pieces, in a fixed order; several are read at a time."""
     shape, unroll = (ROWS, cfg.merge_columns), max(cfg.tuning.merge_elements // cfg.merge_columns, 1)
     columns = pl.ds(pl.multiple_of(column * shape[1], shape[1]), shape[1])
@@ -83,28 +81,16 @@ def _sums(
     def spread(x: Any) -> Any:
         return lax.broadcast_in_dim(x, shape, [0])
 
-    def some(r: Any, carry: Any) -> Any:
-        acc, m, norm = carry
-        parts = []
-        for k in (r * unroll + u for u in range(unroll)):
-            at = jnp.where(k == 0, own, first + (jnp.minimum(k, pieces) - 1) * cfg.stride)
-            part = plgpu.load(refs.part.at[at, wg, :, columns], layout=WGMMA, optimized=False)
-            part_m = plgpu.load(refs.part_ml.at[at, wg, 0], layout=BY_ROW, optimized=False)
-            part_norm = plgpu.load(refs.part_ml.at[at, wg, 1], layout=BY_ROW, optimized=False)
-            parts.append((part, part_m + jnp.where(k <= pieces, f32(0), f32(LOW)), part_norm))
-        top = m
-        for _, part_m, _ in parts:
-            top = jnp.maximum(top, part_m)
-        fade = jnp.exp2(m - top)
-        acc, norm = acc * spread(fade), norm * fade
-        for part, part_m, part_norm in parts:
-            weight = jnp.exp2(part_m - top)
-            acc, norm = acc + part * spread(weight), norm + part_norm * weight
-        return acc, top, norm
+    def read(k: Any) -> Any:
+        at = jnp.where(k == 0, own, first + (k - 1) * cfg.stride)
+        part = plgpu.load(refs.part.at[at, wg, :, columns], layout=WGMMA, optimized=False)
+        part_m = plgpu.load(refs.part_ml.at[at, wg, 0], layout=BY_ROW, optimized=False)
+        part_norm = plgpu.load(refs.part_ml.at[at, wg, 1], layout=BY_ROW, optimized=False)
+        return part, part_m, part_norm
 
     nothing = (
         plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA),
         plgpu.layout_cast(jnp.full((ROWS,), LOW, f32), BY_ROW),
         plgpu.layout_cast(jnp.zeros((ROWS,), f32), BY_ROW),
     )
-    return lax.fori_loop(0, lax.div(pieces + unroll, i32(unroll)), some, nothing)
+    return fold(nothing, count, read, spread, unroll)

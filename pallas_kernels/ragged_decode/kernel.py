@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import pieces
+from pallas_kernels.pieces import LOW
 from pallas_kernels.ragged_decode import device_ops
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import Config, Item, Refs, f32, i32
 from pallas_kernels.ragged_decode.load import load
 
 LOG2E = math.log2(math.e)
-LOW = -1e30  # below every logit, and finite: exp2(LOW - m) is 0, never NaN
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -194,28 +195,15 @@ def _fused(
         def _() -> None:
             device_ops.wait(refs.sync.at[layer, cta, 0], others, clear=True)
 
-        def some(r: Any, carry: Any) -> Any:  # several at a time, so that their reads overlap
-            acc, m, norm = carry
-            pieces = []
-            for k in (r * unroll + u for u in range(unroll)):
-                at = first_share + jnp.minimum(k, others - 1)
-                part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
-                part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
-                part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
-                pieces.append((part, part_m + jnp.where(k < others, f32(0), f32(LOW)), part_norm))
-            top = m
-            for _, part_m, _ in pieces:
-                top = jnp.maximum(top, part_m)
-            fade = jnp.exp2(m - top)
-            acc, norm = acc * _spread(fade, shape), norm * fade
-            for part, part_m, part_norm in pieces:
-                weight = jnp.exp2(part_m - top)
-                acc, norm = acc + part * _spread(weight, shape), norm + part_norm * weight
-            return acc, top, norm
+        def read(k: Any) -> Any:
+            at = first_share + k
+            part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
+            part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
+            part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
+            return part, part_m, part_norm
 
-        rounds = lax.div(others + (unroll - 1), i32(unroll))
-        acc_all, m_all, norm_all = lax.fori_loop(0, rounds, some, (acc, m, norm))
-        _finish(cfg, refs, item.number, q, acc_all, m_all, norm_all, new=new)
+        sums = pieces.fold((acc, m, norm), others, read, lambda x: _spread(x, shape), unroll)
+        _finish(cfg, refs, item.number, q, *sums, new=new)
 
 
 def _read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
