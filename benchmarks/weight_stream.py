@@ -8,6 +8,7 @@ equal share of the pieces (64 x 64, 8 KB each, two of them a load) in the order 
   in_out w   [in, out], tiles of w pieces side by side, from the first row to the last: 128 w bytes of a row at a time
   out_in     [out, in], tiles of 64 rows, each read from its first column to its last
   packed     16 KB pieces in a line
+  together   [in, out], loads dealt to the multiprocessors in turn: all of them read one stretch of whole rows at a time
 """
 
 import argparse
@@ -39,6 +40,7 @@ class Layout:
     name: str
     shape: tuple[int, int]  # of the stored array
     corner: Callable[[Any], tuple[Any, Any]]  # piece number -> its first row and column in the stored array
+    dealt: bool = False  # loads in turn instead of a stretch for each CTA
 
 
 def in_out(depth: int, columns: int, width: int) -> Layout:
@@ -51,6 +53,12 @@ def in_out(depth: int, columns: int, width: int) -> Layout:
         return lax.div(rest, i32(width)) * BLOCK, column * BLOCK
 
     return Layout(f"in_out {width}", (depth, columns), corner)
+
+
+def together(depth: int, columns: int) -> Layout:
+    """Whole rows, by all CTAs at once."""
+    whole = in_out(depth, columns, columns // BLOCK)
+    return dataclasses.replace(whole, name="together", dealt=True)
 
 
 def out_in(depth: int, columns: int) -> Layout:
@@ -77,6 +85,8 @@ def stream(
     def weight_stream(small: Any, weights: Any, out: Any) -> None:
         cta = lax.axis_index("cta")
         first, end = (lax.div((cta + n) * loads, i32(CTAS)) for n in (0, 1))
+        if layout.dealt:
+            first, end = i32(0), lax.div(loads - cta + (CTAS - 1), i32(CTAS))
 
         def body(buffer: Any, full: Any, free: Any) -> None:
             @pl.when(lax.axis_index("wg") == 0)
@@ -88,8 +98,9 @@ def stream(
                     def _() -> None:
                         plgpu.barrier_wait(free.at[slot])
 
+                    load = n * CTAS + cta if layout.dealt else first + n
                     for u in range(PIECES):
-                        row, column = layout.corner((first + n) * PIECES + u)
+                        row, column = layout.corner(load * PIECES + u)
                         source = weights.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
                         plgpu.copy_gmem_to_smem(source, buffer.at[slot, u], full.at[slot])
 
@@ -133,7 +144,7 @@ def stream(
 def layouts(depth: int, columns: int) -> list[Layout]:
     """All that are compared."""
     wide = [in_out(depth, columns, w) for w in (1, 2, 4, 8)]
-    return [*wide, out_in(depth, columns), packed(depth, columns)]
+    return [*wide, out_in(depth, columns), packed(depth, columns), together(depth, columns)]
 
 
 def main() -> None:
