@@ -1,4 +1,4 @@
-"""Shape and constants of a Llama-type model, as one frozen, hashable value (a static argument of `jax.jit`)."""
+"""Shape and constants of a model of the Llama family, as one frozen, hashable value (a static argument of `jax.jit`)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-
-
-# What transformers takes where a Mistral's config.json says nothing (MistralConfig).
-MISTRAL_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+# What transformers takes where the config.json of an architecture says nothing.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {
+        "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+    },
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+}  # fmt: skip
 
 
 class UnsupportedModelError(ValueError):
@@ -55,6 +59,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
+    qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -94,17 +100,21 @@ class ModelConfig:
 def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig:
     """Translates the contents of a Hugging Face `config.json`.
 
-    Raises UnsupportedModelError, naming every feature that this package lacks, for anything but a plain Llama.
+    Raises UnsupportedModelError, naming every feature that this package lacks, for anything but `ARCHITECTURES`.
     """
     architectures = config.get("architectures") or ["(none given)"]
-    if "MistralForCausalLM" in architectures:
-        config = {**MISTRAL_DEFAULTS, **config}
+    architecture = next((name for name in architectures if name in ARCHITECTURES), "")
+    config = {**ARCHITECTURES.get(architecture, {}), **config}
     problems = []
-    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+    if not architecture:
         problems.append(f"architecture {', '.join(architectures)}")
-    window = config.get("sliding_window") if "MistralForCausalLM" in architectures else None
+    window = config.get("sliding_window") if architecture == "MistralForCausalLM" else None
     if window is not None and window < config["max_position_embeddings"]:
         problems.append(f"sliding_window={window}")
+    if config.get("use_sliding_window"):
+        problems.append("use_sliding_window=true")
+    if other := set(config.get("layer_types") or ()) - {"full_attention"}:
+        problems.append(f"layers of {', '.join(sorted(other))}")
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag):
             problems.append(f"{flag}=true")
@@ -137,7 +147,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
-            f"{' and '.join(SUPPORTED_ARCHITECTURES)} without sliding window, biases or quantisation; "
+            f"{', '.join(ARCHITECTURES)}, without sliding window, other biases than Qwen 2's or quantisation; "
             "rope scaling default, linear or llama3"
         )
     required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -159,6 +169,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
     )

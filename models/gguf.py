@@ -1,4 +1,4 @@
-"""GGUF files of the Llama architecture: configuration, tensors (dequantised) and tokenizer.
+"""GGUF files of the Llama family: configuration, tensors (dequantised) and tokenizer.
 
 Not supported: SentencePiece vocabularies (`tokenizer.ggml.model` "llama"), mixtures of experts.
 """
@@ -19,12 +19,14 @@ from transformers import PreTrainedTokenizerFast
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
 from models.tokenizer import Tokenizer
 
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # names of its pre-tokenizer
 _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 class GGUFFile:
@@ -37,6 +39,7 @@ class GGUFFile:
         except (ValueError, IndexError) as error:
             raise UnsupportedModelError(f"{path} is not a readable GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._architecture = self.field("general.architecture")
         self.config = self._config()
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -58,6 +61,8 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} is stored as {tensor.tensor_type.name}, which cannot be dequantised"
             ) from error
+        if self._architecture != "llama":
+            return x
         if name.endswith("attn_q.weight"):
             return unpermute_rope(x, self.config.num_heads)
         if name.endswith("attn_k.weight"):
@@ -70,9 +75,9 @@ class GGUFFile:
 
     def _config(self) -> ModelConfig:
         name = self.path.stem
-        architecture = self.field("general.architecture")
+        architecture = self._architecture
         problems = []
-        if architecture != "llama":
+        if architecture not in _ARCHITECTURES:
             problems.append(f"architecture {architecture}")
         for key, text in (
             ("expert_count", "mixture of experts"),
@@ -83,12 +88,14 @@ class GGUFFile:
         if problems:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "
-                "architecture llama (Llama, SmolLM2, Mistral without sliding window)"
+                "the architectures llama (Llama, SmolLM2, Mistral without sliding window), qwen2 and qwen3"
             )
-        get = functools.partial(self._required, "llama")
+        get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
-        rotated = self.field("llama.rope.dimension_count")
-        head_dim = int(self.field("llama.attention.key_length") or rotated or hidden_size // num_heads)
+        rotated = self.field(f"{architecture}.rope.dimension_count")
+        head_dim = int(
+            self.field(f"{architecture}.attention.key_length") or rotated or hidden_size // num_heads
+        )
         if rotated and int(rotated) != head_dim:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: RoPE on {rotated} of {head_dim} dimensions of a head not supported"
@@ -103,13 +110,15 @@ class GGUFFile:
             hidden_size=hidden_size,
             intermediate_size=int(get("feed_forward_length")),
             num_heads=num_heads,
-            num_kv_heads=int(self.field("llama.attention.head_count_kv", num_heads)),
+            num_kv_heads=int(self.field(f"{architecture}.attention.head_count_kv", num_heads)),
             head_dim=head_dim,
             max_positions=int(get("context_length")),
-            rope_theta=float(self.field("llama.rope.freq_base", 10000.0)),
+            rope_theta=float(self.field(f"{architecture}.rope.freq_base", 10000.0)),
             rope_scaling=self._rope_scaling(),
             norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
+            qkv_bias=architecture == "qwen2",
+            qk_norm=architecture == "qwen3",
             bos_token_id=self.field("tokenizer.ggml.bos_token_id"),
             eos_token_ids=() if eos is None else (int(eos),),
         )
@@ -122,14 +131,17 @@ class GGUFFile:
 
     def _rope_scaling(self) -> RopeScaling | None:
         """As llama.cpp reads it: linear unless the file says otherwise, its factor under one of two names."""
-        kind = self.field("llama.rope.scaling.type", "linear")
+        architecture = self._architecture
+        kind = self.field(f"{architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
             raise UnsupportedModelError(
                 f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear and rope_freqs"
             )
         factor = 1.0
         if kind == "linear":
-            given = self.field("llama.rope.scaling.factor", self.field("llama.rope.scale_linear", 0.0))
+            given = self.field(
+                f"{architecture}.rope.scaling.factor", self.field(f"{architecture}.rope.scale_linear", 0.0)
+            )
             factor = float(given) or 1.0
         if "rope_freqs.weight" in self._tensors:  # Llama 3.1 and later: the divisor of every frequency
             factors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64) * factor
@@ -154,7 +166,7 @@ class GGUFFile:
         except Exception as error:  # tokenizers raises plain Exception
             raise UnsupportedModelError(f"cannot load the tokenizer of {self.path}: {error}") from error
         backend = Backend(bpe)
-        backend.normalizer = normalizers.Sequence([])
+        backend.normalizer = normalizers.NFC() if pre == "qwen2" else normalizers.Sequence([])
         backend.pre_tokenizer = _pre_tokenizer(pre, self.path)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(
@@ -202,13 +214,14 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if pre in _LLAMA3:
-        split = pre_tokenizers.Split(Regex(_LLAMA3_PATTERN), behavior="isolated")
+    if pre in _LLAMA3 or pre == "qwen2":
+        pattern = _QWEN2_PATTERN if pre == "qwen2" else _LLAMA3_PATTERN
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         return pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
     raise UnsupportedModelError(
-        f"cannot load the tokenizer of {path}: pre-tokenizer {pre!r} not supported, only smollm, llama-bpe, gpt-2"
+        f"cannot load the tokenizer of {path}: pre-tokenizer {pre!r} not supported, only smollm, llama-bpe, qwen2, gpt-2"
     )
 
 

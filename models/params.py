@@ -48,10 +48,11 @@ def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
     `qkv[:, k]` holds the G query heads of KV head k, then its key head, then its value head, so that the one
     axis "kv_heads" shards queries, keys and values alike. `gate_up[:, 0]` is the gate, `gate_up[:, 1]` the up part.
+    Where the model has them, `qkv_bias` belongs to `qkv`, and `q_norm` and `k_norm` are weights for every head alike.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
-    return {
+    specs = {
         "attn_norm": ParamSpec((E,), ("embed",), None),
         "qkv": ParamSpec((E, K, G + 2, D), ("embed", "kv_heads", None, "head_dim"), E),
         "attn_out": ParamSpec((N, D, E), ("heads", "head_dim", "embed"), N * D),
@@ -59,6 +60,11 @@ def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
         "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
         "down": ParamSpec((F, E), ("mlp", "embed"), F),
     }
+    if config.qkv_bias:
+        specs["qkv_bias"] = ParamSpec((K, G + 2, D), ("kv_heads", None, "head_dim"), E)
+    if config.qk_norm:
+        specs |= {name: ParamSpec((D,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
+    return specs
 
 
 def param_specs(config: ModelConfig) -> Params:

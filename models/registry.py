@@ -68,7 +68,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 def load_model(
     name_or_path: str | Path = DEFAULT_MODEL, *, dtype: DTypeLike = jnp.float32, progress: bool = True
 ) -> LoadedModel:
-    """Loads a model of the Llama architecture.
+    """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
 
     Args:
       name_or_path: a short name (`SHORT_NAMES`), a GGUF file, a Hugging Face directory, or a hub name "org/model".

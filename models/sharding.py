@@ -126,15 +126,20 @@ def pad_heads(
             f"(G {padded.group_size})"
         )
 
+    def pad_projection(qkv: Any) -> Any:
+        """[..., K, G + 2, D] -> [..., K', G' + 2, D]"""
+        before = ((0, 0),) * (qkv.ndim - 3)
+        queries = jnp.pad(qkv[..., :G, :], (*before, (0, 0), (0, more_queries), (0, 0)))
+        joined = jnp.concatenate([queries, qkv[..., G:, :]], axis=-2)
+        return jnp.pad(joined, (*before, (0, more_heads), (0, 0), (0, 0)))
+
     def pad_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
-        queries, keys_values = layer["qkv"][:, :, :G], layer["qkv"][:, :, G:]
-        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, more_queries), (0, 0)))
-        qkv = jnp.concatenate([queries, keys_values], axis=2)
         attn_out = layer["attn_out"].reshape(K, G, D, E)
         attn_out = jnp.pad(attn_out, ((0, more_heads), (0, more_queries), (0, 0), (0, 0)))
+        projections = {name: pad_projection(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}
         return {
             **layer,
-            "qkv": jnp.pad(qkv, ((0, 0), (0, more_heads), (0, 0), (0, 0))),
+            **projections,
             "attn_out": attn_out.reshape(num_heads, D, E),
         }
 

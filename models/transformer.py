@@ -1,4 +1,4 @@
-"""The Llama forward pass as a pure function that takes attention as an argument.
+"""The forward pass of the Llama family (with Mistral, Qwen 2 and 3) as a pure function that takes attention as an argument.
 
 Tokens are flat (no batch axis), so the chunk and decode tokens of one engine step share the matrix products. The
 model does not know about caches: it calls `attend` once per layer and threads its state through.
@@ -29,8 +29,8 @@ class Attend(Protocol):
     def __call__(self, state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]: ...
 
 
-def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
-    """RMS normalisation in float32; the result has the dtype of `x`."""
+def rms_norm(x: Float[Array, "*T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*T E"]:
+    """RMS normalisation of the last axis in float32; the result has the dtype of `x`."""
     x_f32 = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
     return ((x_f32 * inverse_rms) * weight.astype(jnp.float32)).astype(x.dtype)
@@ -48,8 +48,14 @@ def _attention_inputs(
         h = rms_norm(x, layer_params["attn_norm"], config.norm_eps)
     with jax.named_scope("qkv"):
         qkv = jnp.einsum("te,ekgd->tkgd", h, layer_params["qkv"])
+        if config.qkv_bias:
+            qkv = qkv + layer_params["qkv_bias"]
         q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
         k, v = qkv[:, :, G], qkv[:, :, G + 1]
+    if config.qk_norm:
+        with jax.named_scope("qk_norm"):
+            q = rms_norm(q, layer_params["q_norm"], config.norm_eps)
+            k = rms_norm(k, layer_params["k_norm"], config.norm_eps)
     with jax.named_scope("rope"):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 

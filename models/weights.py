@@ -20,7 +20,7 @@ class WeightMismatchError(ValueError):
 
 
 class TensorSource(Protocol):
-    """The tensors of a checkpoint, in the layout of Hugging Face Llama (matrices [out, in])."""
+    """The tensors of a checkpoint, in the layout of Hugging Face (matrices [out, in])."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -50,6 +50,21 @@ _TABLE = (
     _Entry("model.layers.{layer}.self_attn.q_proj.weight", "blk.{layer}.attn_q.weight", "qkv", "q"),
     _Entry("model.layers.{layer}.self_attn.k_proj.weight", "blk.{layer}.attn_k.weight", "qkv", "k"),
     _Entry("model.layers.{layer}.self_attn.v_proj.weight", "blk.{layer}.attn_v.weight", "qkv", "v"),
+    _Entry("model.layers.{layer}.self_attn.q_proj.bias", "blk.{layer}.attn_q.bias", "qkv_bias", "q_bias"),
+    _Entry("model.layers.{layer}.self_attn.k_proj.bias", "blk.{layer}.attn_k.bias", "qkv_bias", "k_bias"),
+    _Entry("model.layers.{layer}.self_attn.v_proj.bias", "blk.{layer}.attn_v.bias", "qkv_bias", "v_bias"),
+    _Entry(
+        "model.layers.{layer}.self_attn.q_norm.weight",
+        "blk.{layer}.attn_q_norm.weight",
+        "q_norm",
+        "head_norm",
+    ),
+    _Entry(
+        "model.layers.{layer}.self_attn.k_norm.weight",
+        "blk.{layer}.attn_k_norm.weight",
+        "k_norm",
+        "head_norm",
+    ),
     _Entry("model.layers.{layer}.self_attn.o_proj.weight", "blk.{layer}.attn_output.weight", "attn_out", "o"),
     _Entry(
         "model.layers.{layer}.post_attention_layernorm.weight",
@@ -90,6 +105,10 @@ def _parts(config: ModelConfig) -> dict[str, _Part]:
         "q": part((N * D, E), (every, every, slice(0, G)), lambda x: x.T.reshape(E, K, G, D)),
         "k": part((K * D, E), (every, every, G), lambda x: x.T.reshape(E, K, D)),
         "v": part((K * D, E), (every, every, G + 1), lambda x: x.T.reshape(E, K, D)),
+        "q_bias": part((N * D,), (every, slice(0, G)), lambda x: x.reshape(K, G, D)),
+        "k_bias": part((K * D,), (every, G), lambda x: x.reshape(K, D)),
+        "v_bias": part((K * D,), (every, G + 1), lambda x: x.reshape(K, D)),
+        "head_norm": part((D,), (...,), lambda x: x),
         "o": part((E, N * D), (...,), lambda x: x.T.reshape(N, D, E)),
         "gate": part((F, E), (every, 0), lambda x: x.T),
         "up": part((F, E), (every, 1), lambda x: x.T),
@@ -100,11 +119,13 @@ def _parts(config: ModelConfig) -> dict[str, _Part]:
 def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None], list[tuple[str, str]]]:
     """(leaf, layer) -> the (tensor name, part) that fill it."""
     names: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
+    specs = param_specs(config)
     for entry in _TABLE:
-        if entry.leaf == "lm_head" and config.tie_embeddings:
-            continue
         template = entry.gguf if style == "gguf" else entry.huggingface
-        layers: list[int | None] = list(range(config.num_layers)) if "{layer}" in template else [None]
+        in_layers = "{layer}" in template
+        if entry.leaf not in (specs["layers"][0] if in_layers else specs):
+            continue
+        layers: list[int | None] = list(range(config.num_layers)) if in_layers else [None]
         for layer in layers:
             name = template.format(layer=layer)
             names.setdefault((entry.leaf, layer), []).append((name, entry.part))

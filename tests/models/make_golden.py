@@ -3,7 +3,7 @@
     pip install torch transformers gguf
     python tests/models/make_golden.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-Two tiny random checkpoints, as transformers itself saves them, with their logits; and for SmolLM2-135M-Instruct, read
+Tiny random checkpoints, as transformers itself saves them, with their logits; and for SmolLM2-135M-Instruct, read
 from the GGUF file by transformers, logits and token ids of a text.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from make_golden_texts import MESSAGES, TEXTS
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = {
@@ -36,18 +36,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-VARIANTS = {
-    "tiny_tied": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "tiny_untied_llama3": {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+VARIANTS = {  # name: type of the model, fields
+    "tiny_tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
+    "tiny_untied_llama3": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
+    "tiny_qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
+    "tiny_qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_parameters": DEFAULT_ROPE}),
 }
 
 
-def make_tiny(name: str, changes: dict) -> None:
+def make_tiny(name: str, kind: str, changes: dict) -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY, **changes)).float().eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **changes)).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norms other than one, and weights large enough that attention is far from uniform.
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     )
     arguments = parser.parse_args()
     GOLDEN.mkdir(exist_ok=True)
-    for variant, variant_changes in VARIANTS.items():
-        make_tiny(variant, variant_changes)
+    for variant, (model_type, variant_changes) in VARIANTS.items():
+        make_tiny(variant, model_type, variant_changes)
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

@@ -12,12 +12,13 @@ import pytest
 from models.attention import dense_attend
 from models.config import UnsupportedModelError
 from models.gguf import GGUFFile, _pre_tokenizer, unpermute_rope
+from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
 from models.testing import SPECIAL_TOKENS, TINY_CHAT_TEMPLATE
 from models.tokenizer import BYTE_TO_CHAR
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
-from tests.models.checkpoints import Tensors
+from tests.models.checkpoints import GOLDEN, Tensors
 
 
 def permute_rope(weight, num_heads):
@@ -67,9 +68,10 @@ def write_gguf(
         "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     }  # fmt: skip
     for name, x in source.tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             x = permute_rope(x, config.num_heads if "q_proj" in name else config.num_kv_heads)
         for huggingface, short in table.items():
             name = name.replace(huggingface, short)
@@ -83,14 +85,19 @@ def write_gguf(
     return path
 
 
+def with_tiny_vocabulary(source, config):
+    """A checkpoint with the vocabulary of the tiny tokenizer."""
+    tables = {
+        name: np.resize(x, (264, 32))
+        for name, x in source.tensors.items()
+        if "embed" in name or "head" in name
+    }
+    return Tensors({**source.tensors, **tables}), config.replace(vocab_size=264)
+
+
 @pytest.fixture
 def gguf_tiny(tiny):
-    """The tiny checkpoint with the vocabulary of the tiny tokenizer."""
-    source, config = tiny
-    tensors = {**source.tensors}
-    config = config.replace(vocab_size=264)
-    tensors["model.embed_tokens.weight"] = np.resize(tensors["model.embed_tokens.weight"], (264, 32))
-    return Tensors(tensors), config
+    return with_tiny_vocabulary(*tiny)
 
 
 def logits_of(params, config):
@@ -136,6 +143,24 @@ def test_gguf_file_and_its_cache(gguf_tiny, tmp_path, cache, monkeypatch, caplog
     assert "converting again" in caplog.text
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_gguf_of_qwen(architecture, tmp_path, cache):
+    directory = HuggingFaceDirectory(GOLDEN / f"tiny_{architecture}")
+    directory.open()
+    tensors = Tensors({name: directory.read(name) for name in directory.shapes})
+    source, config = with_tiny_vocabulary(tensors, directory.config)
+    path = write_gguf(tmp_path / "tiny.gguf", source, config, architecture=architecture, pre="qwen2")
+    first = load_model(path, progress=False)
+    assert (first.config.qkv_bias, first.config.qk_norm) == (config.qkv_bias, config.qk_norm)
+    expected = assemble_params(source, config, jnp.float32, progress=False)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first.params, expected))
+    np.testing.assert_array_equal(logits_of(first.params, first.config), logits_of(expected, config))
+    assert first.tokenizer.encode("e\u0301") == first.tokenizer.encode("é")  # Unicode's composed form
+    second = load_model(path, progress=False)  # from the cache
+    assert second.config == first.config
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first.params, second.params))
+
+
 def test_gguf_rope_factors_and_untied_head(gguf_tiny, tmp_path, cache):
     source, config = gguf_tiny
     head = Tensors(source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"] * 2})
@@ -168,8 +193,8 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
     (tmp_path / "text.gguf").write_text("not a model at all")
     with pytest.raises(UnsupportedModelError, match="not a readable GGUF"):
         load_model(tmp_path / "text.gguf")
-    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'qwen2' not supported"):
-        load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="qwen2"))
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' not supported"):
+        load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="tekken"))
     half = {"llama.rope.dimension_count": config.head_dim // 2}
     with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
         load_model(write_gguf(tmp_path / "h.gguf", source, config, ints=half))
@@ -186,6 +211,7 @@ def test_pre_tokenizers_split_as_llama_cpp_does():
     assert split("smollm", "it's 1234½") == ["it", "'s", "Ġ", "1", "2", "3", "4", "Â½"]
     assert split("gpt-2", "it's 1234") == ["it", "'s", "Ġ1234"]
     assert split("llama-bpe", "IT'S 1234\n\nx") == ["IT", "'S", "Ġ", "123", "4", "ĊĊ", "x"]
+    assert split("qwen2", "IT'S 12\n\nx") == ["IT", "'S", "Ġ", "1", "2", "ĊĊ", "x"]
 
 
 def test_quantised_gguf_tensors_are_dequantised(gguf_tiny, tmp_path):

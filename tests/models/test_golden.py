@@ -18,7 +18,7 @@ from models.transformer import forward
 from models.weights import assemble_params
 
 GOLDEN = Path(__file__).parent / "golden"
-TINY = ("tiny_tied", "tiny_untied_llama3")
+TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3")
 
 
 def dense_logits(params, config, tokens):

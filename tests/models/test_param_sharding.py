@@ -77,7 +77,7 @@ def test_bytes_per_device():
 
 
 def test_padding_nine_over_three_to_twenty_four_over_eight():
-    config = tiny_config(num_heads=9, num_kv_heads=3)
+    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True)
     params = random_params(config)
     padded, padded_config = pad_heads(params, config, 24, 8)
     assert (padded_config.num_heads, padded_config.num_kv_heads, padded_config.group_size) == (24, 8, 3)
@@ -106,7 +106,7 @@ def test_padding_cannot_remove_heads():
 
 def check_sharded_logits() -> None:
     """Run in a process with 8 simulated devices: padded and sharded over 2, 4 and 8, the logits are the same."""
-    config = tiny_config(num_heads=9, num_kv_heads=3)
+    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True)
     params = random_params(config)
     expected = np.asarray(logits_of(params, config))
     padded, padded_config = pad_heads(params, config, 24, 8)

@@ -64,7 +64,7 @@ def test_tied_and_untied_heads(tiny):
     [
         (
             {"architectures": ["GemmaForCausalLM"]},
-            "architecture GemmaForCausalLM.*Supported: LlamaForCausalLM and Mistral",
+            "architecture GemmaForCausalLM.*Supported: LlamaForCausalLM, Mistral",
         ),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding_window=64"),
         (
@@ -77,6 +77,9 @@ def test_tied_and_untied_heads(tiny):
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' without factor"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias=true; mlp_bias=true"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling of type 'yarn'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
@@ -215,14 +218,14 @@ def test_hub_errors_are_friendly(monkeypatch):
 
 
 def test_hub_model_is_refused_before_its_weights_are_downloaded(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"architectures": ["Gemma3ForCausalLM"]}))
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(tmp_path / "config.json")
     )
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("downloaded")
     )
-    with pytest.raises(UnsupportedModelError, match="architecture Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="architecture Gemma3ForCausalLM"):
         load_model("org/model", progress=False)
 
 
