@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ class RopeScaling:
     """How RoPE's inverse frequencies are changed for contexts longer than the pretrained ones.
 
     `kind` is "llama3" (Llama 3.1 and later: long wavelengths are divided by `factor`, short ones kept, a linear
-    blend between), "linear" (all divided by `factor`) or "factors" (each divided by its entry of `factors`,
-    which is how GGUF files store any of them).
+    blend between), "yarn" (YaRN, arXiv 2309.00071: the same, blended over the dimensions between those that turn `beta_fast`
+    and `beta_slow` times within the original context), "linear" (all divided by `factor`) or "factors" (each divided by its
+    entry of `factors`, which is how GGUF files store any of them). Cosines and sines are multiplied by `attention_factor`.
     """
 
     kind: str
@@ -36,6 +38,17 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
     factors: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # the blend begins and ends at whole dimensions
+    attention_factor: float = 1.0
+
+    @classmethod
+    def yarn(cls, factor: float, original_max_positions: int, **fields: Any) -> RopeScaling:
+        """YaRN with the paper's attention factor (its equation 22), unless `fields` have one."""
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        given = {"attention_factor": attention_factor} | fields
+        return cls(kind="yarn", factor=factor, original_max_positions=original_max_positions, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +142,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     numbers: dict[str, tuple[str, ...]] = {
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         "linear": ("factor",),
+        "yarn": ("factor",),
     }
     if absent := [key for key in numbers.get(str(kind), ()) if rope.get(key) is None]:
         problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
@@ -142,13 +156,15 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         )
     elif kind == "linear":
         scaling = RopeScaling(kind=kind, factor=float(rope["factor"]))
+    elif kind == "yarn":
+        scaling = _yarn(rope, config)
     elif kind != "default":
         problems.append(f"rope scaling of type {kind!r}")
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
             f"{', '.join(ARCHITECTURES)}, without sliding window, other biases than Qwen 2's or quantisation; "
-            "rope scaling default, linear or llama3"
+            "rope scaling default, linear, llama3 or yarn"
         )
     required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in required if key not in config]
@@ -164,7 +180,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
         head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-        max_positions=int(config.get("max_position_embeddings", 2048)),
+        max_positions=max(int(config.get("max_position_embeddings", 2048)), _stretched(scaling)),
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -174,6 +190,26 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
     )
+
+
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    """As transformers reads it; with `mscale` and `mscale_all_dim` (DeepSeek) the attention factor is their ratio."""
+    factor = float(rope["factor"])
+    given: dict[str, Any] = {key: float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    if rope.get("attention_factor") is not None:
+        given["attention_factor"] = float(rope["attention_factor"])
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (
+            0.1 * float(rope[key]) * math.log(max(factor, 1.0)) + 1.0 for key in ("mscale", "mscale_all_dim")
+        )
+        given["attention_factor"] = above / below
+    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
+    return RopeScaling.yarn(factor, int(original), truncate=bool(rope.get("truncate", True)), **given)
+
+
+def _stretched(scaling: RopeScaling | None) -> int:
+    """Positions that YaRN reaches: a config.json may still say how many the model was trained with."""
+    return int(scaling.factor * scaling.original_max_positions) if scaling and scaling.kind == "yarn" else 0
 
 
 def end_token_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -133,10 +133,17 @@ class GGUFFile:
         """As llama.cpp reads it: linear unless the file says otherwise, its factor under one of two names."""
         architecture = self._architecture
         kind = self.field(f"{architecture}.rope.scaling.type", "linear")
-        if kind not in ("none", "linear"):
+        if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModelError(
-                f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear and rope_freqs"
+                f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear, yarn and rope_freqs"
             )
+        if kind == "yarn":
+            original = self.field(
+                f"{architecture}.rope.scaling.original_context_length",
+                self._required(architecture, "context_length"),
+            )
+            factor = float(self._required(architecture, "rope.scaling.factor"))
+            return RopeScaling.yarn(factor, int(original))
         factor = 1.0
         if kind == "linear":
             given = self.field(

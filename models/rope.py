@@ -11,16 +11,35 @@ from jaxtyping import Array, Float, Int
 from models.config import ModelConfig, RopeScaling
 
 
-def _scaled(inv_freq: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _yarn_blend(config: ModelConfig, scaling: RopeScaling) -> np.ndarray:
+    """[D/2], 1: the frequency is kept, 0: divided by the factor (YaRN, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        """Which pair of dimensions turns so often within the original context, as a fraction."""
+        ratio = scaling.original_max_positions / (turns * 2 * math.pi)
+        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    ramp = (np.arange(config.head_dim // 2) - low) / (high - low if high != low else 0.001)
+    return 1.0 - np.clip(ramp, 0.0, 1.0)
+
+
+def _scaled(inv_freq: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> np.ndarray:
     if scaling.kind == "linear":
         return inv_freq / scaling.factor
+    if scaling.kind == "yarn":
+        blend = _yarn_blend(config, scaling)
+        return inv_freq * (blend + (1.0 - blend) / scaling.factor)
     if scaling.kind == "factors":
         factors = np.asarray(scaling.factors, np.float64)
         if factors.shape != inv_freq.shape:
             raise ValueError(f"rope factors: expected {inv_freq.shape[0]}, found {factors.shape[0]}")
         return inv_freq / factors
     if scaling.kind != "llama3":
-        raise ValueError(f"unknown rope scaling {scaling.kind!r}: expected llama3, linear or factors")
+        raise ValueError(f"unknown rope scaling {scaling.kind!r}: expected llama3, yarn, linear or factors")
     turns = (
         scaling.original_max_positions * inv_freq / (2 * math.pi)
     )  # full turns within the pretrained context
@@ -35,7 +54,7 @@ def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, D / 2]:
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     inv_freq = config.rope_theta**-exponents
     if config.rope_scaling is not None:
-        inv_freq = _scaled(inv_freq, config.rope_scaling)
+        inv_freq = _scaled(inv_freq, config, config.rope_scaling)
     return inv_freq.astype(np.float32)
 
 
@@ -44,7 +63,8 @@ def rope_tables(
 ) -> tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]:
     """Cosines and sines f32[T, D/2] of the rotation at each position; computed once for all layers."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.attention import dense_attend
-from models.config import UnsupportedModelError
+from models.config import RopeScaling, UnsupportedModelError
 from models.gguf import GGUFFile, _pre_tokenizer, unpermute_rope
 from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
@@ -38,6 +38,7 @@ def write_gguf(
     pre="smollm",
     floats=None,
     ints=None,
+    texts=None,
 ):
     """The tiny checkpoint as llama.cpp would write it, with the tiny tokenizer; q/k permuted, names mapped."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -55,6 +56,8 @@ def write_gguf(
         writer.add_float32(key, value)
     for key, value in (ints or {}).items():
         writer.add_uint32(key, value)
+    for key, value in (texts or {}).items():
+        writer.add_string(key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -168,6 +171,17 @@ def test_gguf_rope_factors_and_untied_head(gguf_tiny, tmp_path, cache):
     assert not loaded.config.tie_embeddings and loaded.params["lm_head"].shape == (32, 264)
     assert loaded.config.rope_scaling.factors == (1, 1, 1, 1, 8, 8, 8, 8)
     assert load_model(tmp_path / "f.gguf").config == loaded.config  # also through the cache
+
+
+def test_gguf_of_yarn(gguf_tiny, tmp_path, cache):
+    yarn = {"llama.rope.scaling.factor": 4.0}
+    path = write_gguf(
+        tmp_path / "y.gguf", *gguf_tiny, floats=yarn, ints={"llama.rope.scaling.original_context_length": 64},
+        texts={"llama.rope.scaling.type": "yarn"},
+    )  # fmt: skip
+    loaded = load_model(path, progress=False)
+    assert loaded.config.rope_scaling == RopeScaling.yarn(4.0, 64)
+    assert load_model(path, progress=False).config == loaded.config  # also through the cache
 
 
 @pytest.mark.parametrize(("pre", "bos"), [("smollm", []), ("llama-bpe", [1])])

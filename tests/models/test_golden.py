@@ -18,7 +18,7 @@ from models.transformer import forward
 from models.weights import assemble_params
 
 GOLDEN = Path(__file__).parent / "golden"
-TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3")
+TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_yarn")
 
 
 def dense_logits(params, config, tokens):
@@ -40,12 +40,13 @@ def test_tiny_logits_agree_with_transformers(name):
     )
 
 
-def test_llama3_scaling_changes_the_tiny_logits():
+@pytest.mark.parametrize("name", ["tiny_untied_llama3", "tiny_qwen3_yarn"])
+def test_rope_scaling_changes_the_tiny_logits(name):
     """Guards against a golden variant in which the scaling would not matter."""
-    directory = HuggingFaceDirectory(GOLDEN / "tiny_untied_llama3")
+    directory = HuggingFaceDirectory(GOLDEN / name)
     directory.open()
     params = assemble_params(directory, directory.config, jnp.float32, progress=False)
-    golden = np.load(GOLDEN / "tiny_untied_llama3.npz")
+    golden = np.load(GOLDEN / f"{name}.npz")
     logits = dense_logits(params, directory.config.replace(rope_scaling=None), golden["tokens"])
     assert np.abs(np.asarray(logits) - golden["logits"]).max() > 0.1
 

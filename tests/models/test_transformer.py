@@ -151,7 +151,7 @@ def test_rope_scaling():
     by_factors = rope_frequencies(tiny_config(rope_scaling=factors, rope_theta=500000.0, head_dim=128))
     np.testing.assert_allclose(by_factors, scaled, rtol=1e-6)
     with pytest.raises(ValueError, match="expected llama3"):
-        rope_frequencies(tiny_config(rope_scaling=RopeScaling(kind="yarn")))
+        rope_frequencies(tiny_config(rope_scaling=RopeScaling(kind="longrope")))
 
 
 def test_config_is_validated_and_hashable():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import conversion_cache, registry
-from models.config import UnsupportedModelError, config_from_huggingface
+from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError
 from models.params import abstract_params
 from models.registry import WheelModel, fetch_wheel_model, load_model
@@ -81,7 +81,8 @@ def test_tied_and_untied_heads(tiny):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' without factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling of type 'longrope'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"architectures": None}, "none given"),
         ({"eos_token_id": "2"}, "config.json of x: eos_token_id is '2', expected a token id or a list"),
@@ -110,6 +111,23 @@ def test_configurations_of_several_versions():
     assert config.rope_theta == 500000.0 and config.rope_scaling.original_max_positions == 8192
     with pytest.raises(UnsupportedModelError, match="lacks vocab_size, hidden_size"):
         config_from_huggingface({k: v for k, v in old.items() if k not in ("vocab_size", "hidden_size")}, "x")
+
+
+def test_yarn_as_its_users_write_it():
+    qwen = HF_CONFIG | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
+    del qwen["rope_parameters"]
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = config_from_huggingface(qwen | {"rope_theta": 1e6, "rope_scaling": scaling}, "x")
+    assert config.max_positions == 131_072 and config.rope_theta == 1e6
+    assert config.rope_scaling == RopeScaling.yarn(4.0, 32_768)
+    assert config.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
+    given = {"attention_factor": 1.0, "beta_fast": 16, "truncate": False}
+    config = config_from_huggingface(qwen | {"rope_scaling": {"type": "yarn", "factor": 2} | given}, "x")
+    assert config.rope_scaling == RopeScaling.yarn(
+        2.0, 40_960, attention_factor=1.0, beta_fast=16.0, truncate=False
+    )
+    both = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert config_from_huggingface(qwen | {"rope_scaling": both}, "x").rope_scaling.attention_factor == 1.0
 
 
 @pytest.mark.parametrize(
