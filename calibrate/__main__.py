@@ -22,6 +22,7 @@ from rich.table import Table
 from calibrate.measure import SINKS, aside
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
+from models.overrides import parse_overrides
 from tangram_jax.plan import default_heads_per_page
 from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
@@ -40,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--model", default="smollm2-135m-instruct", help="short name, directory, GGUF file or hub name"
+    )
+    out.add_argument(
+        "--hf-overrides",
+        type=parse_overrides,
+        metavar="JSON",
+        help="fields that replace those of config.json",
     )
     out.add_argument(
         "--method",
@@ -95,7 +102,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             )
         from models.registry import load_model  # after the options are known to be good
 
-        model = load_model(arguments.model, dtype=arguments.dtype)
+        model = load_model(arguments.model, dtype=arguments.dtype, overrides=arguments.hf_overrides)
         limit = model.config.max_positions
         if arguments.sample_tokens > limit:
             raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")

@@ -146,6 +146,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     }
     if absent := [key for key in numbers.get(str(kind), ()) if rope.get(key) is None]:
         problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
+    elif wrong := [key for key in numbers.get(str(kind), ()) if not _is_positive(rope[key])]:
+        problems += [f"rope scaling with {key}={rope[key]!r}" for key in wrong]
     elif kind == "llama3":
         scaling = RopeScaling(
             kind=kind,
@@ -190,6 +192,10 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
     )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:

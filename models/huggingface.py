@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from models.config import ModelConfig, UnsupportedModelError, config_from_huggingface, end_token_ids
+from models.overrides import overridden
 from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -33,10 +35,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class HuggingFaceDirectory:
-    """A model directory; a `TensorSource` with Hugging Face names."""
+    """A model directory; a `TensorSource` with Hugging Face names. `overrides` replace fields of its config.json."""
 
-    def __init__(self, path: str | Path, name: str | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | Path, name: str | None = None, overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path, self._overrides = Path(path), overrides or {}
         if not (self.path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
         self.config = self._config(name or self.path.resolve().name)
@@ -54,7 +58,8 @@ class HuggingFaceDirectory:
         return {key: given[key] for key in SAMPLING_DEFAULTS if given.get(key) is not None}
 
     def _config(self, name: str) -> ModelConfig:
-        config = config_from_huggingface(_read_json(self.path / "config.json"), name)
+        contents = overridden(_read_json(self.path / "config.json"), self._overrides)
+        config = config_from_huggingface(contents, name)
         said = end_token_ids(self._generation_config(), f"generation_config.json of {name}")
         ids = {*config.eos_token_ids, *said}
         return config.replace(eos_token_ids=tuple(sorted(ids)))
@@ -100,7 +105,7 @@ class HuggingFaceDirectory:
         return Tokenizer(fast, self.config.eos_token_ids)
 
 
-def download(repo: str, *, progress: bool = True) -> Path:
+def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] | None = None) -> Path:
     """Fetches a hub repository (progress bars by huggingface_hub) into its cache and returns the directory.
 
     config.json comes first, so that an unsupported model fails before its weights are downloaded.
@@ -113,7 +118,7 @@ def download(repo: str, *, progress: bool = True) -> Path:
         disable_progress_bars()
     try:
         config = huggingface_hub.hf_hub_download(repo, "config.json")
-        config_from_huggingface(_read_json(Path(config)), repo)
+        config_from_huggingface(overridden(_read_json(Path(config)), overrides or {}), repo)
         return Path(
             huggingface_hub.snapshot_download(repo, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
         )

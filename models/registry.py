@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models import conversion_cache
-from models.config import ModelConfig
+from models.config import ModelConfig, UnsupportedModelError
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.params import Params
 from models.tokenizer import Tokenizer
@@ -66,7 +66,11 @@ DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
 
 def load_model(
-    name_or_path: str | Path = DEFAULT_MODEL, *, dtype: DTypeLike = jnp.float32, progress: bool = True
+    name_or_path: str | Path = DEFAULT_MODEL,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    progress: bool = True,
+    overrides: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
 
@@ -74,6 +78,7 @@ def load_model(
       name_or_path: a short name (`SHORT_NAMES`), a GGUF file, a Hugging Face directory, or a hub name "org/model".
       dtype: dtype of the parameters: float32, bfloat16 or float16.
       progress: show progress bars and messages on standard error.
+      overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
 
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
@@ -85,6 +90,10 @@ def load_model(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
+    if overrides and (text.lower() in SHORT_NAMES or path.suffix.lower() == ".gguf"):
+        raise UnsupportedModelError(
+            f"{text} is a GGUF file, which has no config.json to override: take the Hugging Face directory or hub name"
+        )
     if text.lower() in SHORT_NAMES:
         name = text.lower()
         model = SHORT_NAMES[name]
@@ -96,9 +105,10 @@ def load_model(
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         return _load_gguf(lambda: path, identity, path.stem, dtype, progress)
     if path.is_dir():
-        return _load_directory(HuggingFaceDirectory(path), dtype, progress)
+        return _load_directory(HuggingFaceDirectory(path, overrides=overrides), dtype, progress)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and path.suffix.lower() != ".gguf":
-        return _load_directory(HuggingFaceDirectory(download(text, progress=progress), text), dtype, progress)
+        found = download(text, progress=progress, overrides=overrides)
+        return _load_directory(HuggingFaceDirectory(found, text, overrides), dtype, progress)
     raise ModelNotFoundError(
         f"unknown model {text!r}: expected one of {', '.join(SHORT_NAMES)}, a .gguf file, a Hugging Face directory "
         "(config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"

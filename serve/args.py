@@ -4,10 +4,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from models.overrides import parse_overrides
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Cluster = Literal["layer", "model", "adjacent"]
@@ -40,6 +42,7 @@ class ServeConfig:
 
     model: str = DEFAULT_MODEL
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
+    hf_overrides: Mapping[str, Any] | None = None  # fields that replace those of the model's config.json
     dtype: str = "auto"
     max_model_len: int | None = None  # tokens; None: the model's
     seed: int = 0
@@ -197,6 +200,13 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="names that requests may give; the first one is the default (default: the model's name)",
+    )
+    model.add_argument(
+        "--hf-overrides",
+        type=parse_overrides,
+        metavar="JSON",
+        help='fields that replace those of config.json; as {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}} '
+        "for a longer context",
     )
     model.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {default.dtype})")
     model.add_argument(

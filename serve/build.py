@@ -110,7 +110,7 @@ def build(config: ServeConfig, *, progress: bool = True) -> Built:
     """Load, plan and allocate. Raises ConfigError, or the loader's errors, with what to do instead."""
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    model = load_model(config.model, dtype=jnp.dtype(dtype), progress=progress)
+    model = load_model(config.model, dtype=jnp.dtype(dtype), progress=progress, overrides=config.hf_overrides)
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu)
 
 

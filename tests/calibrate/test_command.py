@@ -20,7 +20,7 @@ from tangram_jax.profile import BudgetProfile
 def tiny_model(monkeypatch):
     config = tiny_config()
     model = LoadedModel(config, random_params(config, 0), tiny_tokenizer(), "tiny")
-    monkeypatch.setattr(registry, "load_model", lambda name, dtype: model)
+    monkeypatch.setattr(registry, "load_model", lambda name, **options: model)
     return model
 
 
@@ -84,6 +84,9 @@ def test_bad_options_are_one_clear_error(tmp_path, capsys):
         assert part in " ".join(capsys.readouterr().err.split())
     assert main(["--method", "h2o", "--out", str(tmp_path / "x.npz")]) == 2
     assert "unknown scorer 'h2o'" in capsys.readouterr().err
+    overrides = ["--hf-overrides", '{"rope_theta": 5}']
+    assert main([*overrides, "--out", str(tmp_path / "x.npz")]) == 2
+    assert "GGUF file, which has no config.json to override" in " ".join(capsys.readouterr().err.split())
     assert main(["--model", "no such model", "--out", str(tmp_path / "x.npz")]) == 2
     assert "unknown model" in capsys.readouterr().err
 
@@ -120,7 +123,7 @@ def test_an_interrupted_run_leaves_an_earlier_profile(tiny_model, tmp_path, caps
 def test_texts_that_are_too_short_are_one_clear_error(tiny_model, tmp_path, capsys, monkeypatch):
     config = tiny_model.config.replace(max_positions=10**6)
     longer = LoadedModel(config, tiny_model.params, tiny_model.tokenizer, "tiny")
-    monkeypatch.setattr(registry, "load_model", lambda name, dtype: longer)
+    monkeypatch.setattr(registry, "load_model", lambda name, **options: longer)
     assert main(["--sample-tokens", "900000", "--out", str(tmp_path / "p.npz")]) == 2
     assert "are too short for 900000 tokens" in capsys.readouterr().err.replace("\n", " ")
 

@@ -76,6 +76,8 @@ def test_tied_and_untied_heads(tiny):
             "'llama3' without low_freq_factor, high",
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' without factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "rope scaling with factor='4'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "rope scaling with factor=0"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias=true; mlp_bias=true"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
@@ -128,6 +130,21 @@ def test_yarn_as_its_users_write_it():
     )
     both = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     assert config_from_huggingface(qwen | {"rope_scaling": both}, "x").rope_scaling.attention_factor == 1.0
+
+
+def test_overrides_of_a_directory(tmp_path):
+    directory = tmp_path / "tiny"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)  # has rope_parameters, the newer name
+    tiny_tokenizer().save(str(directory))
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
+    config = load_model(directory, progress=False, overrides=yarn).config
+    assert config.rope_scaling == RopeScaling.yarn(4.0, 512)
+    assert (config.max_positions, config.rope_theta) == (2048, 10000.0)
+    assert load_model(directory, progress=False, overrides={"rms_norm_eps": 0.5}).config.norm_eps == 0.5
+    with pytest.raises(UnsupportedModelError, match="'longrope'"):
+        load_model(directory, progress=False, overrides={"rope_parameters": {"rope_type": "longrope"}})
+    with pytest.raises(UnsupportedModelError, match="GGUF file, which has no config"):
+        load_model(overrides=yarn)
 
 
 @pytest.mark.parametrize(

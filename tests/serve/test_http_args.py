@@ -26,7 +26,8 @@ def test_all_flags(tmp_path):
         f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
-        "--generation-config vllm --allowed-origins https://a.org http://b:3000"
+        "--generation-config vllm --allowed-origins https://a.org http://b:3000 "
+        '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
     assert parse_args(argv.split()) == ServeConfig(
         model="dir", served_model_names=("a", "b"), dtype="float32", max_model_len=2048, seed=-3, max_num_seqs=4,
@@ -35,6 +36,7 @@ def test_all_flags(tmp_path):
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
         generation_config="vllm", allowed_origins=("https://a.org", "http://b:3000"),
+        hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
     assert parse_args(["--no-prefix-cache"]).prefix_cache is False
 
@@ -61,6 +63,8 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
         ("--generation-config mine", "write one of auto, vllm"),
         ("--allowed-origins example.org", "write a scheme and a host without a path, e.g. https"),
+        ("--hf-overrides {x}", "'{x}' is not JSON: Expecting property name"),
+        ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
         (
             "--profile none.npz",
