@@ -1,7 +1,8 @@
-"""Time of a whole decode step against the bytes it must read: Llama-3.1-8B's shape, random weights, one large pool.
+"""Time of a whole decode step against the bytes it must read: a model's shape, random weights, one large pool.
 
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
+  python -m benchmarks.decode_step --shape qwen3-4b
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. The pool is donated and never copied: its temporary memory is printed.
@@ -35,6 +36,22 @@ LLAMA_8B = ModelConfig(
     max_positions=131_072,
     rope_theta=500_000.0,
 )
+QWEN3_4B = ModelConfig(
+    name="qwen3-4b",
+    vocab_size=151_936,
+    num_layers=36,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131_072,
+    rope_theta=1_000_000.0,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B)}
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
@@ -104,7 +121,9 @@ def measure(
         times.append((time.perf_counter() - began) / 10)
     if args.profile:
         chosen, cache = print_profile(program, params, cache, chosen)
-    weights = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights -= params["embed"].nbytes
     kv = batch * plan.entries(tokens) * 2 * config.head_dim * 2
     floor = (weights + kv) / roof
     took = float(np.median(times))
@@ -142,7 +161,8 @@ def print_profile(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
+    parser.add_argument("--shape", choices=SHAPES, default=LLAMA_8B.name)
+    parser.add_argument("--layers", type=int, help="default: all of the shape")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--heads-per-page", type=int, default=4)
     parser.add_argument("--pool-gib", type=float, default=60.0)
@@ -153,10 +173,12 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
-    config = LLAMA_8B.replace(num_layers=args.layers)
+    config = SHAPES[args.shape]
+    config = config.replace(num_layers=args.layers or config.num_layers)
     roof = read_roof() * 1e9
     print(
-        f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {args.layers} layers", flush=True
+        f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",
+        flush=True,
     )
     params = random_weights(config)
     rows = []
