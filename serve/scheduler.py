@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve.pages import PageBook
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
+from serve.rows import Rows
 from serve.sequence import ChunkWork, Phase, RowState, Sequence, Work
-from serve.sessions import ReachBack, SessionStore, StoredSession
+from serve.sessions import ReachBack, StoredSession
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
@@ -38,15 +38,14 @@ class Scheduler:
 
     def __init__(self, plan: CachePlan, limits: Limits, num_pages: int, device: RowOperations) -> None:
         self.plan, self.limits, self._device = plan, limits, device
-        self.pages = PageBook(num_pages, plan.num_groups)
-        self.sessions = SessionStore(limits.max_stored)
+        self.rows = Rows(plan, limits.max_running + limits.max_stored, limits.max_stored, num_pages, device)
+        self.pages, self.sessions = self.rows.pages, self.rows.sessions
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._closing: list[Sequence] = []
         self._scored_last = False  # the last step was a chunk of a prompt whose log-probabilities are wanted
         self.counters = Counter[str]()
         self._reach_back = ReachBack(plan)
-        self._free_rows = list(range(limits.max_running + limits.max_stored))[::-1]
 
     # Admission
 
@@ -84,9 +83,6 @@ class Scheduler:
             sequence.in_flight += 1
         return Work(chunk, decode) if chunk or decode else None
 
-    def _wanted(self, tokens: int, tail: int) -> np.ndarray:
-        return self.plan.group_pages(tokens, tail).astype(np.int64)
-
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
@@ -117,25 +113,25 @@ class Scheduler:
         if found:
             session, stays = found
             state = session.state
-        elif self._free_rows or self._evict():
-            stays, state = 0, RowState(self._free_rows.pop(), self.pages.empty())
+        elif self.rows.free or self.rows.evict():
+            stays, state = 0, RowState(self.rows.free.pop(), self.pages.empty())
         else:
             return False
         room = self._room_after(sequence)
-        wanted = self._wanted(len(sequence.tokens), room)
-        if not self._secure(self.pages.missing(state.holding, wanted)):
+        wanted = self.rows.wanted(len(sequence.tokens), room)
+        if not self.rows.secure(self.pages.missing(state.holding, wanted)):
             if found:
                 self.sessions.put(session)
             else:
-                self._free_rows.append(state.row)
+                self.rows.free.append(state.row)
             return False
         if sequence.generated == 0:
             self.counters["prefix_queries"] += len(sequence.tokens)
             self.counters["prefix_hits"] += stays
             sequence.cached_tokens = stays
         if state.cached > stays:
-            self._rollback(state, state.cached - stays)
-        self._grow(state, len(sequence.tokens), room)
+            self.rows.rollback(state, state.cached - stays)
+        self.rows.grow(state, len(sequence.tokens), room)
         sequence.state, sequence.room = state, room
         return True
 
@@ -153,7 +149,7 @@ class Scheduler:
         if back < 1 or not self._fork(sequence, parent):
             return False
         assert sequence.state is not None
-        self._rollback(sequence.state, state.tail + back)
+        self.rows.rollback(sequence.state, state.tail + back)
         return True
 
     def _fork_choices(self, parent: Sequence) -> list[Sequence]:
@@ -174,22 +170,10 @@ class Scheduler:
         """Give `sequence` a row like its parent's, if there is room."""
         state = parent.state
         assert state is not None
-        if not (self._free_rows or self._evict()) or not self._secure(self._copied_pages(state)):
+        if not (self.rows.free or self.rows.evict()) or not self.rows.secure(self.rows.copied_pages(state)):
             return False
-        sequence.state, sequence.room = self._copy(state), parent.room
+        sequence.state, sequence.room = self.rows.copy(state), parent.room
         return True
-
-    def _shareable(self, state: RowState) -> np.ndarray:
-        return (self.plan.locked(state.compressed) // self.plan.page_size).astype(np.int64)
-
-    def _copied_pages(self, state: RowState) -> int:
-        return self.pages.fork_cost(state.holding, self._shareable(state))
-
-    def _copy(self, state: RowState) -> RowState:
-        """Another row like it; there must be a free one, and the pages."""
-        row, holding = self._free_rows.pop(), self.pages.fork(state.holding, self._shareable(state))
-        self._device.fork(state.row, row)
-        return RowState(row, holding, state.compressed, state.tail)
 
     def _leave_prompt(self, sequence: Sequence) -> None:
         """Store the prompt of a generation that is about to be compressed for the first time: it may be asked once more.
@@ -201,13 +185,13 @@ class Scheduler:
             return
         if sequence.choice or not sequence.keep:
             return
-        if not self._free_rows or len(self.sessions) >= self.limits.max_stored:
+        if not self.rows.free or len(self.sessions) >= self.limits.max_stored:
             return
-        if self._copied_pages(state) > self.pages.free:
+        if self.rows.copied_pages(state) > self.pages.free:
             return
-        prompt = self._copy(state)
-        self._rollback(prompt, prompt.tail)
-        self._trim(prompt, prompt.compressed, 0)
+        prompt = self.rows.copy(state)
+        self.rows.rollback(prompt, prompt.tail)
+        self.rows.trim(prompt, prompt.compressed, 0)
         tokens = np.asarray(sequence.tokens[: prompt.compressed], np.int32)
         self.sessions.put(StoredSession(prompt, tokens), first_to_go=True)
 
@@ -217,43 +201,6 @@ class Scheduler:
 
     # Pages
 
-    def _secure(self, need: int) -> bool:
-        """Free `need` pages at the cost of stored sessions, but only if that is enough."""
-        if need > self.pages.free + self.sessions.pages:
-            return False
-        while need > self.pages.free:
-            if not self._evict():
-                return False
-        return True
-
-    def _evict(self) -> bool:
-        session = self.sessions.evict()
-        if session is None:
-            return False
-        self._release(session.state)
-        return True
-
-    def _release(self, state: RowState) -> None:
-        self.pages.release(state.holding)
-        self._device.release(state.row)
-        self._free_rows.append(state.row)
-
-    def _grow(self, state: RowState, tokens: int, tail: int) -> None:
-        wanted = self._wanted(tokens, tail)
-        if self.pages.missing(state.holding, wanted):
-            self.pages.grow(state.holding, wanted)
-            self._device.reserve(state.row, tokens, tail)
-
-    def _trim(self, state: RowState, tokens: int, tail: int) -> None:
-        wanted = self._wanted(tokens, tail)
-        if self.pages.surplus(state.holding, wanted):
-            self.pages.trim(state.holding, wanted)
-            self._device.trim(state.row, tokens, tail)
-
-    def _rollback(self, state: RowState, count: int) -> None:
-        state.tail -= count
-        self._device.rollback(state.row, count)
-
     def _make_room(self, sequence: Sequence) -> bool:
         """Pages for one more tail token, others preempted if it must be; False if it was preempted itself."""
         state = sequence.state
@@ -262,17 +209,17 @@ class Scheduler:
         if state.tail < sequence.room:
             return True
         room = min(state.tail + min(ROOM, sequence.left), self.limits.max_tail)
-        wanted = self._wanted(state.compressed, room)
+        wanted = self.rows.wanted(state.compressed, room)
         if not self._obtain(sequence, wanted):
             return False
-        self._grow(state, state.compressed, room)
+        self.rows.grow(state, state.compressed, room)
         sequence.room = room
         return True
 
     def _obtain(self, sequence: Sequence, wanted: np.ndarray) -> bool:
         """Free what `sequence` misses of `wanted`; the latest arrival goes back to the queue if nothing else helps."""
         assert sequence.state is not None
-        while not self._secure(self.pages.missing(sequence.state.holding, wanted)):
+        while not self.rows.secure(self.pages.missing(sequence.state.holding, wanted)):
             victim = max(self.running, key=lambda s: s.arrival)
             self._preempt(victim)
             if victim is sequence:
@@ -282,7 +229,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.state is not None
         self.counters["preemptions"] += 1
-        self._release(sequence.state)
+        self.rows.release(sequence.state)
         sequence.state, sequence.phase = None, Phase.WAITING
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
@@ -329,16 +276,16 @@ class Scheduler:
         back = min(short, state.tail + self._reach_back(state.compressed))
         room = self._room_after(sequence)
         last = known - state.cached <= most
-        if last and not self._obtain(sequence, self._wanted(known, room)):
+        if last and not self._obtain(sequence, self.rows.wanted(known, room)):
             return None
         if compresses:
             self.counters["tail_compressions"] += 1
         if back > 0:
-            self._rollback(state, back)
+            self.rows.rollback(state, back)
         start = state.cached
         count = min(most, known - start)
         last = start + count == known
-        self._grow(state, known, room)
+        self.rows.grow(state, known, room)
         state.compressed, state.tail = start + count, 0
         following = None
         if sequence.needs_prompt_logprobs:
@@ -357,7 +304,7 @@ class Scheduler:
         if not (work.chunk and work.chunk.last and work.chunk.sequence.state):
             return []
         sequence, state = work.chunk.sequence, work.chunk.sequence.state
-        self._trim(state, state.compressed, sequence.room)
+        self.rows.trim(state, state.compressed, sequence.room)
         return self._fork_choices(sequence)
 
     # Ends
@@ -384,17 +331,17 @@ class Scheduler:
         if state is None:
             return
         if not sequence.keep or not self.limits.max_stored or state.cached < 1:
-            self._release(state)
+            self.rows.release(state)
             return
         # What was given up before its first token, and was no conversation before, costs no other one its place, nor
         # does any choice but the first: a client goes on from one of them.
         unread = len(sequence.tokens) == sequence.prompt_length and not sequence.cached_tokens
         spare = unread or sequence.choice > 0
         if spare and self.sessions.full:
-            self._release(state)
+            self.rows.release(state)
             return
         while self.sessions.full:
-            self._evict()
-        self._trim(state, state.compressed, max(state.tail, 0))
+            self.rows.evict()
+        self.rows.trim(state, state.compressed, max(state.tail, 0))
         tokens = np.asarray(sequence.tokens[: state.cached], np.int32)
         self.sessions.put(StoredSession(state, tokens), first_to_go=spare)

@@ -146,7 +146,7 @@ class Loop:
         assert len(rows) == len(set(rows))
         if not self.busy:
             assert scheduler.pages.used == scheduler.sessions.pages
-            assert len(rows) + len(scheduler._free_rows) == len(runner.rows)
+            assert len(rows) + len(scheduler.rows.free) == len(runner.rows)
 
     def _check_sequence(self, s: Sequence) -> None:
         assert s.state is not None
@@ -160,6 +160,6 @@ class Loop:
 
     def evict_all(self) -> None:
         """Throw the stored sessions away: after that not a page is in use."""
-        while self.scheduler._evict():
+        while self.scheduler.rows.evict():
             pass
         assert self.scheduler.pages.free == self.scheduler.pages.total == len(self.runner.free)

@@ -165,7 +165,7 @@ class TinyEngine:
         done = threading.Event()
 
         def drop() -> None:
-            while self.engine._scheduler._evict():
+            while self.engine._scheduler.rows.evict():
                 pass
             done.set()
 

@@ -1,0 +1,74 @@
+"""Rows of the cache and their pages, in the host's mirror and on the device at once."""
+
+import numpy as np
+
+from serve.pages import PageBook
+from serve.row_operations import RowOperations
+from serve.sequence import RowState
+from serve.sessions import SessionStore
+from tangram_jax.plan import CachePlan
+
+
+class Rows:
+    """Who owns which row and how many pages. Stored sessions give theirs up when they are needed."""
+
+    def __init__(
+        self, plan: CachePlan, count: int, max_stored: int, num_pages: int, device: RowOperations
+    ) -> None:
+        self._plan, self._device = plan, device
+        self.pages = PageBook(num_pages, plan.num_groups)
+        self.sessions = SessionStore(max_stored)
+        self.free = list(range(count))[::-1]
+
+    def wanted(self, tokens: int, tail: int) -> np.ndarray:
+        """Pages of each group, i64[M]."""
+        return self._plan.group_pages(tokens, tail).astype(np.int64)
+
+    def _shareable(self, state: RowState) -> np.ndarray:
+        return (self._plan.locked(state.compressed) // self._plan.page_size).astype(np.int64)
+
+    def copied_pages(self, state: RowState) -> int:
+        return self.pages.fork_cost(state.holding, self._shareable(state))
+
+    def copy(self, state: RowState) -> RowState:
+        """Another row like it; there must be a free one, and the pages."""
+        row, holding = self.free.pop(), self.pages.fork(state.holding, self._shareable(state))
+        self._device.fork(state.row, row)
+        return RowState(row, holding, state.compressed, state.tail)
+
+    def secure(self, need: int) -> bool:
+        """Free `need` pages at the cost of stored sessions, but only if that is enough."""
+        if need > self.pages.free + self.sessions.pages:
+            return False
+        while need > self.pages.free:
+            if not self.evict():
+                return False
+        return True
+
+    def evict(self) -> bool:
+        session = self.sessions.evict()
+        if session is None:
+            return False
+        self.release(session.state)
+        return True
+
+    def release(self, state: RowState) -> None:
+        self.pages.release(state.holding)
+        self._device.release(state.row)
+        self.free.append(state.row)
+
+    def grow(self, state: RowState, tokens: int, tail: int) -> None:
+        wanted = self.wanted(tokens, tail)
+        if self.pages.missing(state.holding, wanted):
+            self.pages.grow(state.holding, wanted)
+            self._device.reserve(state.row, tokens, tail)
+
+    def trim(self, state: RowState, tokens: int, tail: int) -> None:
+        wanted = self.wanted(tokens, tail)
+        if self.pages.surplus(state.holding, wanted):
+            self.pages.trim(state.holding, wanted)
+            self._device.trim(state.row, tokens, tail)
+
+    def rollback(self, state: RowState, count: int) -> None:
+        state.tail -= count
+        self._device.rollback(state.row, count)
