@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serve.prefixes import Prefixes
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
 from serve.rows import Rows
@@ -31,6 +32,7 @@ class Limits:
     max_chunk: int  # tokens of a chunk
     max_chunk_beside_decode: int  # the same while others decode, so that their streams go on
     prompt_logprob_chunk: int
+    least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
 
 
 class Scheduler:
@@ -40,6 +42,7 @@ class Scheduler:
         self.plan, self.limits, self._device = plan, limits, device
         self.rows = Rows(plan, limits.max_running + limits.max_stored, limits.max_stored, num_pages, device)
         self.pages, self.sessions = self.rows.pages, self.rows.sessions
+        self._prefixes = Prefixes(self.rows, limits.least_shared)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._closing: list[Sequence] = []
@@ -107,20 +110,20 @@ class Scheduler:
             return False  # the parent's prompt is on its way: fork that
         if any(s.keep and sequence.continues(s) for s in self._closing):
             return False  # a fast client: the turn before will be stored when its last step is in
-        found = None
-        if not sequence.needs_prompt_logprobs and self.limits.max_stored:
-            found = self.sessions.take(sequence.token_array, self._reach_back)
-        if found:
-            session, stays = found
-            state = session.state
-        elif self.rows.free or self.rows.evict():
-            stays, state = 0, RowState(self.rows.free.pop(), self.pages.empty())
-        else:
+        session, stays = self._stored(sequence)
+        if self._prefixes.awaited(sequence, stays, self.running):
             return False
         room = self._room_after(sequence)
         wanted = self.rows.wanted(len(sequence.tokens), room)
+        if session:
+            self.sessions.remove(session)
+            state = self._prefixes.copy(session, sequence, stays, wanted) or session.state
+        elif self.rows.free or self.rows.evict():
+            state = RowState(self.rows.free.pop(), self.pages.empty())
+        else:
+            return False
         if not self.rows.secure(self.pages.missing(state.holding, wanted)):
-            if found:
+            if session:
                 self.sessions.put(session)
             else:
                 self.rows.free.append(state.row)
@@ -134,6 +137,12 @@ class Scheduler:
         self.rows.grow(state, len(sequence.tokens), room)
         sequence.state, sequence.room = state, room
         return True
+
+    def _stored(self, sequence: Sequence) -> tuple[StoredSession | None, int]:
+        """The stored row that saves most of its prefill, and how many tokens stay."""
+        if sequence.needs_prompt_logprobs or not self.limits.max_stored:
+            return None, 0
+        return self.sessions.find(sequence.token_array, self._reach_back) or (None, 0)
 
     def _fork_parent(self, sequence: Sequence) -> bool:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
@@ -268,14 +277,15 @@ class Scheduler:
         state, plan = sequence.state, self.plan
         assert state is not None
         known = len(sequence.tokens)
+        end = min((b for b in sequence.borders if state.cached < b), default=known)
         compresses = sequence.generated and state.tail >= self.limits.max_tail
         if compresses:
             self._leave_prompt(sequence)
         # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
-        short = min(plan.window, known) - (known - state.cached)
+        short = min(plan.window, end) - (end - state.cached)
         back = min(short, state.tail + self._reach_back(state.compressed))
         room = self._room_after(sequence)
-        last = known - state.cached <= most
+        last = end == known and known - state.cached <= most
         if last and not self._obtain(sequence, self.rows.wanted(known, room)):
             return None
         if compresses:
@@ -283,7 +293,7 @@ class Scheduler:
         if back > 0:
             self.rows.rollback(state, back)
         start = state.cached
-        count = min(most, known - start)
+        count = min(most, end - start)
         last = start + count == known
         self.rows.grow(state, known, room)
         state.compressed, state.tail = start + count, 0
@@ -301,11 +311,13 @@ class Scheduler:
 
         Returns the sequences whose first token is to be sampled from the logits of the chunk as well.
         """
-        if not (work.chunk and work.chunk.last and work.chunk.sequence.state):
+        if not (work.chunk and work.chunk.sequence.state):
             return []
         sequence, state = work.chunk.sequence, work.chunk.sequence.state
-        self.rows.trim(state, state.compressed, sequence.room)
-        return self._fork_choices(sequence)
+        if work.chunk.last:
+            self.rows.trim(state, state.compressed, sequence.room)
+        self._prefixes.leave(sequence)
+        return self._fork_choices(sequence) if work.chunk.last else []
 
     # Ends
 

@@ -48,6 +48,9 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens that were found in a stored session
     prompt_logprobs: list[PromptLogprob | None] | None = None
     keep: bool = True  # store the row when the sequence ends
+    borders: set[int] = field(
+        default_factory=set
+    )  # counts of tokens at which a copy is stored for other prompts
     announced: bool = False  # the first output was sent
     _array: np.ndarray | None = None
 

@@ -16,10 +16,22 @@ class StoredSession:
 
     state: RowState
     tokens: np.ndarray
+    is_prefix: bool = False  # what several prompts begin with: they go on from copies of it
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two texts begin with that are the same. Most texts differ soon: they are compared in growing parts."""
+    size, start, part = min(len(a), len(b)), 0, 64
+    while start < size:
+        differs = np.flatnonzero(a[start : min(start + part, size)] != b[start : min(start + part, size)])
+        if differs.size:
+            return start + int(differs[0])
+        start, part = start + part, 2 * part
+    return size
 
 
 class SessionStore:
-    """Stored rows by last use. A row is continued by one request at a time: taking it removes it."""
+    """Stored rows by last use. A conversation is continued by one request at a time, which removes it from here."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -55,8 +67,11 @@ class SessionStore:
         """Remove and return the least recently used one."""
         return self._sessions.popitem(last=False)[1] if self._sessions else None
 
-    def take(self, prompt: np.ndarray, reach_back: "ReachBack") -> tuple[StoredSession, int] | None:
-        """Remove and return the session that saves most of `prompt` i32[n], and how many of its tokens stay.
+    def remove(self, session: StoredSession) -> None:
+        del self._sessions[session.state.row]
+
+    def find(self, prompt: np.ndarray, reach_back: "ReachBack") -> tuple[StoredSession, int] | None:
+        """The session that saves most of `prompt` i32[n], and how many of its tokens stay.
 
         A stored row is a state, not a list of states: compressed tokens cannot be taken apart again. So the prompt must
         extend what was compressed, save for what `reach_back` allows; generated tokens after that may be cut anywhere.
@@ -64,20 +79,17 @@ class SessionStore:
         """
         best: tuple[int, StoredSession] | None = None
         for session in self:
-            size = min(len(prompt), len(session.tokens))
-            differs = np.flatnonzero(session.tokens[:size] != prompt[:size])
-            common = int(differs[0]) if differs.size else size
-            stays = min(common, len(prompt) - 1)
+            stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
             compressed = session.state.compressed
             if len(prompt) < compressed or stays < compressed - reach_back(compressed) or stays < 1:
                 continue
             if best is None or stays > best[0]:
                 best = stays, session
-        if best is None:
-            return None
-        stays, session = best
-        del self._sessions[session.state.row]
-        return session, stays
+        return (best[1], best[0]) if best else None
+
+    def longest_prefix(self, prompt: np.ndarray) -> int:
+        """The most tokens that `prompt` has in common with a session, whether or not that can be cut there."""
+        return max((common_length(s.tokens, prompt) for s in self), default=0)
 
 
 class ReachBack:

@@ -36,6 +36,7 @@ def make_limits(**changes: Any) -> Limits:
         "max_chunk": 32,
         "max_chunk_beside_decode": 8,
         "prompt_logprob_chunk": 16,
+        "least_shared": 12,
     }
     return Limits(**(given | changes))
 

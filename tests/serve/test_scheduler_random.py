@@ -27,6 +27,9 @@ def simulate(bench: Loop, seed: int, requests: int) -> None:
         if left and len(bench.scheduler.waiting) < random.integers(1, 9) and random.random() < 0.25:
             left -= 1
             text = prompt(int(random.integers(1, 60)), int(random.integers(40)))
+            if random.random() < 0.3:  # one of a few documents, mostly whole, and a question
+                document = prompt(50, 10_000 + int(random.integers(3)))
+                text = document[: int(random.choice([50, 50, random.integers(50)]))] + text[:20]
             done = [job for job in bench.jobs[-12:] if job.done]
             if done and random.random() < 0.6:
                 old = done[random.integers(len(done))]

@@ -22,7 +22,9 @@ def stored(store: SessionStore, tokens: list[int], compressed: int, row: int = 0
 
 def take(store: SessionStore, prompt: list[int]) -> tuple[int, int] | None:
     """(row, tokens that stay)"""
-    found = store.take(np.asarray(prompt, np.int32), REACH)
+    found = store.find(np.asarray(prompt, np.int32), REACH)
+    if found:
+        store.remove(found[0])
     return (found[0].state.row, found[1]) if found else None
 
 

@@ -1,0 +1,115 @@
+"""The scheduler on a fake device: what several prompts begin with is prefilled once."""
+
+import numpy as np
+
+from serve.sessions import common_length
+from tests.serve.loop import make_plan
+from tests.serve.test_scheduler import FULL, loop, prompt
+
+DOCUMENT = prompt(50, 1)
+PLAN = make_plan()
+
+
+def ask(question: int, length: int = 9) -> list[int]:
+    return [*DOCUMENT, 8 + question, *prompt(length, 100 + question)]
+
+
+def prefixes(bench) -> list[int]:
+    return [len(s.tokens) for s in bench.scheduler.sessions if s.is_prefix]
+
+
+def test_common_length():
+    a = np.arange(1000)
+    for count in (0, 1, 63, 64, 65, 500, 999):
+        b = a.copy()
+        b[count] = -1
+        assert common_length(a, b) == common_length(b, a[: count + 1]) == count
+    assert common_length(a, a[:70]) == 70
+    assert common_length(a, a[:0]) == 0
+
+
+def test_a_document_is_known_from_the_second_question_on():
+    for plan in (PLAN, FULL):
+        bench = loop(plan=plan)
+        found = [bench.run(ask(i), max_tokens=5, ignore_eos=True) for i in range(5)]
+        assert [job.cached for job in found] == [0, 0, 50, 50, 50]
+        assert prefixes(bench) == [50]
+        for job in found:
+            job.check()
+
+
+def test_questions_that_come_together_prefill_the_document_once():
+    bench = loop(plan=PLAN)
+    jobs = [bench.add(ask(i), max_tokens=5, ignore_eos=True) for i in range(3)]
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 50, 50]
+    assert prefixes(bench) == [50]
+    for job in jobs:
+        job.check()
+
+
+def test_a_question_goes_on_from_a_little_before_the_end_of_a_prefix():
+    bench = loop(plan=PLAN)
+    alike = [*DOCUMENT, 9, 9, 9]
+    for question in (1, 2):
+        bench.run([*alike, 20 + question, *prompt(9, question)], max_tokens=3)
+    assert prefixes(bench) == [53]
+    assert bench.run(ask(7), max_tokens=3).cached == 50  # the window is 8
+
+
+def test_a_conversation_outlives_another_that_parts_from_its_last_message():
+    bench = loop(plan=PLAN)
+    first = bench.run(
+        ask(0, 2), max_tokens=5, ignore_eos=True
+    )  # the window reaches back to the document's end
+    jobs = [bench.add(ask(i, 2), max_tokens=5, ignore_eos=True) for i in (1, 2)]
+    bench.drain()
+    assert [job.cached for job in jobs] == [50, 50]
+    turn = bench.run([*ask(0, 2), *first.tokens(), 9, 9], max_tokens=3)
+    assert turn.cached == 53 + 4
+    for job in (*jobs, turn):
+        job.check()
+
+
+def test_a_prompt_that_is_the_beginning_of_another_is_left_at_its_end():
+    bench = loop(plan=PLAN)
+    jobs = [bench.add(text, max_tokens=4, ignore_eos=True) for text in (DOCUMENT, ask(1), ask(2))]
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 50, 50]
+    for job in jobs:
+        job.check()
+
+
+def test_what_is_short_is_not_shared():
+    bench = loop(plan=PLAN)
+    for i in range(3):
+        assert bench.run([*DOCUMENT[:11], 8 + i, *prompt(30, i)], max_tokens=3).cached == 0
+    assert prefixes(bench) == []
+
+
+def test_without_stored_rows_nobody_waits():
+    bench = loop(plan=PLAN, max_stored=0)
+    jobs = [bench.add(ask(i), max_tokens=5) for i in range(3)]
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 0, 0]
+
+
+def test_one_place_is_enough():
+    bench = loop(plan=PLAN, max_running=1, max_stored=1)
+    found = [bench.run(ask(i), max_tokens=5) for i in range(4)]
+    # The row of each answer takes the one place; the prefix is there for as long as its prompt runs.
+    assert [job.cached for job in found] == [0, 0, 0, 0]
+    jobs = [bench.add(ask(i), max_tokens=5, ignore_eos=True) for i in range(4, 7)]
+    bench.drain()
+    for job in jobs:
+        job.check()
+
+
+def test_a_prompt_that_is_aborted_keeps_nobody_waiting():
+    bench = loop(plan=PLAN)
+    first, second = (bench.add(ask(i, 60), max_tokens=5) for i in range(2))
+    bench.step()
+    bench.abort(first)
+    bench.drain()
+    assert second.done
+    second.check()
