@@ -277,7 +277,9 @@ class Scheduler:
         state, plan = sequence.state, self.plan
         assert state is not None
         known = len(sequence.tokens)
-        end = min((b for b in sequence.borders if state.cached < b), default=known)
+        # A row that was rolled back into its window must come at least as far as it was compressed.
+        least = max(state.cached + 1, state.compressed)
+        end = min((b for b in sequence.borders if b >= least), default=known)
         compresses = sequence.generated and state.tail >= self.limits.max_tail
         if compresses:
             self._leave_prompt(sequence)

@@ -113,3 +113,15 @@ def test_a_prompt_that_is_aborted_keeps_nobody_waiting():
     bench.drain()
     assert second.done
     second.check()
+
+
+def test_no_copy_is_left_where_a_row_was_compressed_already():
+    """A row that was rolled back into its window must reach its old count with one chunk."""
+    bench = loop(plan=PLAN)
+    bench.run([*DOCUMENT, 1, 2, 3, 4, 5], max_tokens=3)
+    job = bench.add([*DOCUMENT, 1, 2, 3, *prompt(30)], max_tokens=3)
+    bench.scheduler.waiting[0].borders.add(54)
+    bench.drain()
+    assert job.cached == 53
+    assert prefixes(bench) == []
+    job.check()
