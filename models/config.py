@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+from models.rope_scaling import RopeScaling, is_positive, read_rope
+
+log = logging.getLogger("tangram")
 
 # What transformers takes where the config.json of an architecture says nothing.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -20,35 +24,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 class UnsupportedModelError(ValueError):
     """The model cannot be served; the message says why and what is supported."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How RoPE's inverse frequencies are changed for contexts longer than the pretrained ones.
-
-    `kind` is "llama3" (Llama 3.1 and later: long wavelengths are divided by `factor`, short ones kept, a linear
-    blend between), "yarn" (YaRN, arXiv 2309.00071: the same, blended over the dimensions between those that turn `beta_fast`
-    and `beta_slow` times within the original context), "linear" (all divided by `factor`) or "factors" (each divided by its
-    entry of `factors`, which is how GGUF files store any of them). Cosines and sines are multiplied by `attention_factor`.
-    """
-
-    kind: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-    factors: tuple[float, ...] = ()
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True  # the blend begins and ends at whole dimensions
-    attention_factor: float = 1.0
-
-    @classmethod
-    def yarn(cls, factor: float, original_max_positions: int, **fields: Any) -> RopeScaling:
-        """YaRN with the paper's attention factor (its equation 22), unless `fields` have one."""
-        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        given = {"attention_factor": attention_factor} | fields
-        return cls(kind="yarn", factor=factor, original_max_positions=original_max_positions, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,53 +90,17 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
 
     Raises UnsupportedModelError, naming every feature that this package lacks, for anything but `ARCHITECTURES`.
     """
-    architectures = config.get("architectures") or ["(none given)"]
+    given = config.get("architectures")
+    architectures = (
+        [str(x) for x in given] if isinstance(given, list) and given else [str(given or "(none given)")]
+    )
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
     config = {**ARCHITECTURES.get(architecture, {}), **config}
-    problems = []
+    problems = _unsupported(config, architecture)
     if not architecture:
-        problems.append(f"architecture {', '.join(architectures)}")
-    window = config.get("sliding_window") if architecture == "MistralForCausalLM" else None
-    if window is not None and window < config["max_position_embeddings"]:
-        problems.append(f"sliding_window={window}")
-    if config.get("use_sliding_window"):
-        problems.append("use_sliding_window=true")
-    if other := set(config.get("layer_types") or ()) - {"full_attention"}:
-        problems.append(f"layers of {', '.join(sorted(other))}")
-    for flag in ("attention_bias", "mlp_bias"):
-        if config.get(flag):
-            problems.append(f"{flag}=true")
-    if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={config['hidden_act']}")
-    if config.get("quantization_config"):
-        problems.append("quantised weights (quantization_config)")
-    # transformers 5 writes "rope_parameters" (theta inside); earlier versions "rope_theta" and "rope_scaling".
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling: RopeScaling | None = None
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    numbers: dict[str, tuple[str, ...]] = {
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "linear": ("factor",),
-        "yarn": ("factor",),
-    }
-    if absent := [key for key in numbers.get(str(kind), ()) if rope.get(key) is None]:
-        problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
-    elif wrong := [key for key in numbers.get(str(kind), ()) if not _is_positive(rope[key])]:
-        problems += [f"rope scaling with {key}={rope[key]!r}" for key in wrong]
-    elif kind == "llama3":
-        scaling = RopeScaling(
-            kind=kind,
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_positions=int(rope["original_max_position_embeddings"]),
-        )
-    elif kind == "linear":
-        scaling = RopeScaling(kind=kind, factor=float(rope["factor"]))
-    elif kind == "yarn":
-        scaling = _yarn(rope, config)
-    elif kind != "default":
-        problems.append(f"rope scaling of type {kind!r}")
+        problems.insert(0, f"architecture {', '.join(architectures)}")
+    theta, scaling, wrong = read_rope(config)
+    problems += wrong
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
@@ -172,20 +111,34 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     missing = [key for key in required if key not in config]
     if missing:
         raise UnsupportedModelError(f"cannot load {name}: config.json lacks {', '.join(missing)}")
-    num_heads = int(config["num_attention_heads"])
+    numbers = {key: config.get(key) for key in (*required, *_OPTIONAL_NUMBERS)}
+    faults = [
+        f"{key} is {value!r}"
+        for key, value in numbers.items()
+        if (value is None and key in required) or (value is not None and not _is_whole(value))
+    ]
+    eps = config.get("rms_norm_eps", 1e-6)
+    if not is_positive(eps):
+        faults.append(f"rms_norm_eps is {eps!r}")
+    if faults:
+        raise UnsupportedModelError(f"cannot load {name}: {', '.join(faults)}: expected positive numbers")
+    num_heads = config["num_attention_heads"]
+    positions = config.get("max_position_embeddings") or 2048
+    if scaling is not None:
+        positions = max(positions, scaling.stretched)
     return ModelConfig(
         name=name,
-        vocab_size=int(config["vocab_size"]),
-        num_layers=int(config["num_hidden_layers"]),
-        hidden_size=int(config["hidden_size"]),
-        intermediate_size=int(config["intermediate_size"]),
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-        max_positions=max(int(config.get("max_position_embeddings", 2048)), _stretched(scaling)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        max_positions=_undivided(config, positions, name),
+        rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(eps),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
@@ -194,28 +147,49 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     )
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    """As transformers reads it; with `mscale` and `mscale_all_dim` (DeepSeek) the attention factor is their ratio."""
-    factor = float(rope["factor"])
-    given: dict[str, Any] = {key: float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
-    if rope.get("attention_factor") is not None:
-        given["attention_factor"] = float(rope["attention_factor"])
-    elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (
-            0.1 * float(rope[key]) * math.log(max(factor, 1.0)) + 1.0 for key in ("mscale", "mscale_all_dim")
+def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
+    """What this package lacks, RoPE aside."""
+    problems = []
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
+    if architecture == "MistralForCausalLM" and window is not None and (not positions or window < positions):
+        problems.append(f"sliding_window={window}")
+    # Of Qwen, layers from max_window_layers on have the window.
+    layers, whole = config.get("num_hidden_layers") or 0, config.get("max_window_layers", 28)
+    if config.get("use_sliding_window") and not (architecture.startswith("Qwen") and whole >= layers):
+        problems.append("use_sliding_window=true")
+    types = config.get("layer_types")
+    if types is not None and (not isinstance(types, list) or set(map(str, types)) - {"full_attention"}):
+        other = (
+            ", ".join(sorted(set(map(str, types)) - {"full_attention"})) if isinstance(types, list) else types
         )
-        given["attention_factor"] = above / below
-    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings", 2048)
-    return RopeScaling.yarn(factor, int(original), truncate=bool(rope.get("truncate", True)), **given)
+        problems.append(f"layers of {other}")
+    for flag in ("attention_bias", "mlp_bias"):
+        if config.get(flag) and (flag, architecture) != ("attention_bias", "Qwen2ForCausalLM"):
+            problems.append(f"{flag}=true")
+    if config.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={config['hidden_act']}")
+    if config.get("quantization_config"):
+        problems.append("quantised weights (quantization_config)")
+    return problems
 
 
-def _stretched(scaling: RopeScaling | None) -> int:
-    """Positions that YaRN reaches: a config.json may still say how many the model was trained with."""
-    return int(scaling.factor * scaling.original_max_positions) if scaling and scaling.kind == "yarn" else 0
+_OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:
+    """Positions that Qwen 2.5 1M reaches without its dual chunk attention, which this package lacks."""
+    divided = config.get("dual_chunk_attention_config")
+    most = divided.get("original_max_position_embeddings", 0) if isinstance(divided, Mapping) else 0
+    if not _is_whole(most) or most >= positions:
+        return positions
+    log.warning(
+        "%s: at most %d of %d positions, dual chunk attention is not supported", name, most, positions
+    )
+    return int(most)
 
 
 def end_token_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
+from models.rope_scaling import yarn_attention_factor
 from models.tokenizer import Tokenizer
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -103,6 +104,8 @@ class GGUFFile:
         eos = self.field("tokenizer.ggml.eos_token_id")
         if "token_embd.weight" not in self._tensors:
             raise UnsupportedModelError(f"cannot load {self.path}: tensor token_embd.weight is missing")
+        scaling = self._rope_scaling()
+        positions = int(get("context_length"))
         return ModelConfig(
             name=name,
             vocab_size=self.shapes_of("token_embd.weight")[0],
@@ -112,9 +115,9 @@ class GGUFFile:
             num_heads=num_heads,
             num_kv_heads=int(self.field(f"{architecture}.attention.head_count_kv", num_heads)),
             head_dim=head_dim,
-            max_positions=int(get("context_length")),
+            max_positions=max(positions, scaling.stretched) if scaling else positions,
             rope_theta=float(self.field(f"{architecture}.rope.freq_base", 10000.0)),
-            rope_scaling=self._rope_scaling(),
+            rope_scaling=scaling,
             norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=architecture == "qwen2",
@@ -138,12 +141,7 @@ class GGUFFile:
                 f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear, yarn and rope_freqs"
             )
         if kind == "yarn":
-            original = self.field(
-                f"{architecture}.rope.scaling.original_context_length",
-                self._required(architecture, "context_length"),
-            )
-            factor = float(self._required(architecture, "rope.scaling.factor"))
-            return RopeScaling.yarn(factor, int(original))
+            return self._yarn()
         factor = 1.0
         if kind == "linear":
             given = self.field(
@@ -154,6 +152,28 @@ class GGUFFile:
             factors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64) * factor
             return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors))
         return None if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
+
+    def _yarn(self) -> RopeScaling:
+        """As llama.cpp reads it for these architectures; what only its converter knows of is refused."""
+        scaling = f"{self._architecture}.rope.scaling"
+        usual = {
+            "yarn_ext_factor": 1.0,
+            "yarn_attn_factor": 1.0,
+            "yarn_beta_fast": 32.0,
+            "yarn_beta_slow": 1.0,
+        }
+        other = [key for key, value in usual.items() if float(self.field(f"{scaling}.{key}", value)) != value]
+        if "rope_freqs.weight" in self._tensors:
+            other.append("rope_freqs.weight")
+        if other:
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: yarn with {', '.join(other)} not supported"
+            )
+        factor = float(self._required(self._architecture, "rope.scaling.factor")) or 1.0
+        context = int(self._required(self._architecture, "context_length"))
+        original = int(self.field(f"{scaling}.original_context_length", 0)) or context
+        attention = yarn_attention_factor(factor) * float(self.field(f"{scaling}.attn_factor", 1.0))
+        return RopeScaling.yarn(factor, original, attention_factor=attention)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""

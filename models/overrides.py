@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from models.rope_scaling import rope_fields
+
 
 def parse_overrides(text: str) -> dict[str, Any]:
     """A JSON object, for the command line."""
@@ -18,14 +20,31 @@ def parse_overrides(text: str) -> dict[str, Any]:
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with some of its fields replaced; those of RoPE one by one, under either of their names."""
+    """A config.json with some of its fields replaced.
+
+    RoPE's are replaced one by one, under either of their names, unless its type changes or goes (null): then only the base
+    stays. What is neither an object nor null is left for `config_from_huggingface` to refuse.
+    """
     merged = {**config, **overrides}
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    for name in ("rope_scaling", "rope_parameters"):
-        changes = overrides.get(name)
-        if isinstance(changes, Mapping):
-            rope |= changes
-            # The older name of the kind must not lose against the newer one of the file.
-            rope |= {"rope_type": changes["type"]} if "type" in changes and "rope_type" not in changes else {}
-            merged["rope_parameters"] = rope
+    rope = rope_fields(config)
+    changed = "rope_theta" in overrides
+    for name in ("rope_parameters", "rope_scaling"):
+        if name not in overrides or not isinstance(overrides[name], Mapping | None):
+            continue
+        changes = dict(overrides[name] or {"rope_type": "default"})
+        kind = changes.pop("type", None)
+        changes.setdefault("rope_type", kind or rope.get("rope_type", "default"))
+        if changes["rope_type"] != rope.get("rope_type", "default"):
+            rope = {"rope_theta": rope.get("rope_theta")}
+        rope |= changes
+        changed = True
+    if not changed:
+        return merged
+    if "rope_theta" in overrides:
+        rope["rope_theta"] = overrides["rope_theta"]
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(merged.get(name), Mapping | None):
+            merged[name] = None
+    if isinstance(merged.get("rope_parameters"), Mapping | None):
+        merged["rope_parameters"] = rope
     return merged

@@ -8,12 +8,14 @@ from the GGUF file by transformers, logits and token ids of a text.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from make_golden_texts import MESSAGES, TEXTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = {
@@ -67,6 +69,46 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
     np.savez_compressed(GOLDEN / f"{name}.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
 
 
+YARNS = (  # fields of rope_parameters
+    {"factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6},
+    {
+        "factor": 4.0,
+        "original_max_position_embeddings": 300,
+        "rope_theta": 20.0,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+    },
+    {
+        "factor": 4.0,
+        "original_max_position_embeddings": 300,
+        "rope_theta": 20.0,
+        "beta_fast": 8.0,
+        "truncate": False,
+    },
+    {
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.4,
+    },
+    {"factor": 2.0, "original_max_position_embeddings": 40, "rope_theta": 1e4, "attention_factor": 0.5},
+    {"factor": 16.0, "original_max_position_embeddings": 10**6, "rope_theta": 3.0},
+)
+
+
+def make_yarn() -> None:
+    """Inverse frequencies and attention factors of transformers."""
+    found = []
+    for fields in YARNS:
+        config = AutoConfig.for_model(
+            "qwen3", **{**TINY, "head_dim": 64}, rope_parameters={"rope_type": "yarn", **fields}
+        )
+        inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        found.append({"rope_parameters": fields, "inv_freq": inv_freq.tolist(), "attention_factor": factor})
+    (GOLDEN / "yarn.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def make_smollm2(gguf: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
@@ -102,5 +144,6 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for variant, (model_type, variant_changes) in VARIANTS.items():
         make_tiny(variant, model_type, variant_changes)
+    make_yarn()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

@@ -1,5 +1,6 @@
 """GGUF files: what llama.cpp writes is read as llama.cpp reads it."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -181,7 +182,39 @@ def test_gguf_of_yarn(gguf_tiny, tmp_path, cache):
     )  # fmt: skip
     loaded = load_model(path, progress=False)
     assert loaded.config.rope_scaling == RopeScaling.yarn(4.0, 64)
+    assert loaded.config.max_positions == gguf_tiny[1].max_positions == 512
     assert load_model(path, progress=False).config == loaded.config  # also through the cache
+
+
+@pytest.mark.parametrize(
+    ("floats", "original", "scaling"),
+    [
+        ({"factor": 16.0}, 64, RopeScaling.yarn(16.0, 64)),
+        (
+            {"factor": 4.0, "attn_factor": 0.5},
+            64,
+            RopeScaling.yarn(4.0, 64, attention_factor=0.5 * 1.138629436),
+        ),
+        ({"factor": 0.0}, 0, RopeScaling.yarn(1.0, 512)),
+        ({"factor": 4.0, "yarn_beta_fast": 8.0}, 64, "yarn with yarn_beta_fast"),
+        ({"factor": 4.0, "yarn_attn_factor": 0.9}, 64, "yarn with yarn_attn_factor"),
+    ],
+)
+def test_gguf_yarn_as_llama_cpp_reads_it(gguf_tiny, tmp_path, floats, original, scaling):
+    path = write_gguf(
+        tmp_path / "y.gguf", *gguf_tiny, floats={f"llama.rope.scaling.{k}": v for k, v in floats.items()},
+        ints={"llama.rope.scaling.original_context_length": original}, texts={"llama.rope.scaling.type": "yarn"},
+    )  # fmt: skip
+    if isinstance(scaling, str):
+        with pytest.raises(UnsupportedModelError, match=scaling):
+            GGUFFile(path)
+        return
+    config = GGUFFile(path).config
+    assert dataclasses.replace(config.rope_scaling, attention_factor=1.0) == dataclasses.replace(
+        scaling, attention_factor=1.0
+    )
+    assert config.rope_scaling.attention_factor == pytest.approx(scaling.attention_factor, rel=1e-6)
+    assert config.max_positions == max(512, 16 * 64 if floats["factor"] == 16 else 0)
 
 
 @pytest.mark.parametrize(("pre", "bos"), [("smollm", []), ("llama-bpe", [1])])

@@ -1,5 +1,6 @@
 """Logits and token ids against golden files written by transformers (`make_golden.py`)."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 from make_golden_texts import MESSAGES, TEXTS
 
 from models.attention import dense_attend
+from models.config import config_from_huggingface
 from models.huggingface import HuggingFaceDirectory
 from models.registry import LoadedModel, ModelNotFoundError, load_model
+from models.rope import rope_frequencies
 from models.sharding import pad_heads
 from models.testing import tiny_tokenizer
 from models.transformer import forward
@@ -49,6 +52,17 @@ def test_rope_scaling_changes_the_tiny_logits(name):
     golden = np.load(GOLDEN / f"{name}.npz")
     logits = dense_logits(params, directory.config.replace(rope_scaling=None), golden["tokens"])
     assert np.abs(np.asarray(logits) - golden["logits"]).max() > 0.1
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_yarn_frequencies_agree_with_transformers(number):
+    golden = json.loads((GOLDEN / "yarn.json").read_text())
+    assert len(golden) == 6
+    fields = json.loads((GOLDEN / "tiny_qwen3_yarn" / "config.json").read_text()) | {"head_dim": 64}
+    rope = {"rope_type": "yarn", **golden[number]["rope_parameters"]}
+    config = config_from_huggingface(fields | {"rope_parameters": rope}, "x")
+    np.testing.assert_allclose(rope_frequencies(config), golden[number]["inv_freq"], rtol=2e-6)
+    assert config.rope_scaling.attention_factor == pytest.approx(golden[number]["attention_factor"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(jnp.bfloat16, 0.1), (jnp.float16, 0.01)])

@@ -14,6 +14,7 @@ import pytest
 from models import conversion_cache, registry
 from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError
+from models.overrides import overridden
 from models.params import abstract_params
 from models.registry import WheelModel, fetch_wheel_model, load_model
 from models.testing import tiny_tokenizer
@@ -79,7 +80,28 @@ def test_tied_and_untied_heads(tiny):
         ({"rope_parameters": {"rope_type": "linear", "factor": "4"}}, "rope scaling with factor='4'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "rope scaling with factor=0"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias=true; mlp_bias=true"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=true"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window=true",
+        ),
+        ({"layer_types": 3}, "layers of 3"),
+        ({"architectures": 3}, "architecture 3"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1: expected positive"),
+        ({"vocab_size": None, "hidden_size": "32"}, "vocab_size is None, hidden_size is '32'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"rope_parameters": None, "rope_scaling": 4}, "rope_scaling=4"),
+        ({"rope_parameters": {"rope_theta": -3}}, "rope_theta=-3"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": True}}, "factor=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast=-1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": float("nan")}}, "r=nan"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": -5}},
+            "original_max_position_embeddings=-5",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "extrapolation_factor": 0.5}},
+            "extrapolation",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
         ({"architectures": ["Qwen3ForCausalLM"], "attention_bias": True}, "attention_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
@@ -118,18 +140,70 @@ def test_configurations_of_several_versions():
 def test_yarn_as_its_users_write_it():
     qwen = HF_CONFIG | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
     del qwen["rope_parameters"]
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
-    config = config_from_huggingface(qwen | {"rope_theta": 1e6, "rope_scaling": scaling}, "x")
+
+    def scaling_of(fields, **more):
+        return config_from_huggingface(qwen | {"rope_scaling": fields} | more, "x").rope_scaling
+
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = config_from_huggingface(qwen | {"rope_theta": 1e6, "rope_scaling": yarn}, "x")
     assert config.max_positions == 131_072 and config.rope_theta == 1e6
     assert config.rope_scaling == RopeScaling.yarn(4.0, 32_768)
     assert config.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
-    given = {"attention_factor": 1.0, "beta_fast": 16, "truncate": False}
-    config = config_from_huggingface(qwen | {"rope_scaling": {"type": "yarn", "factor": 2} | given}, "x")
-    assert config.rope_scaling == RopeScaling.yarn(
-        2.0, 40_960, attention_factor=1.0, beta_fast=16.0, truncate=False
-    )
-    both = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    assert config_from_huggingface(qwen | {"rope_scaling": both}, "x").rope_scaling.attention_factor == 1.0
+    # A file that transformers 5 saved, with what the model's page says added by hand.
+    both = qwen | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
+    assert config_from_huggingface(both, "x") == config
+    assert scaling_of({"type": "yarn", "factor": 2}).original_max_positions == 40_960
+    assert scaling_of(yarn, original_max_position_embeddings=512).original_max_positions == 512
+    # DeepSeek-R1-0528-Qwen3-8B: no attention factor but that of the model's makers
+    assert scaling_of(yarn | {"attn_factor": 0.8782488562869419}).attention_factor == pytest.approx(1.0)
+    assert scaling_of(None) is None
+
+
+def test_one_million_positions_need_dual_chunk_attention(caplog):
+    divided = {"dual_chunk_attention_config": {"original_max_position_embeddings": 262_144}}
+    qwen = HF_CONFIG | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1_010_000}
+    assert config_from_huggingface(qwen | divided, "x").max_positions == 262_144
+    assert "at most 262144 of 1010000 positions" in caplog.text
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "theta", "scaling"),
+    [
+        ({"rope_parameters": {"rope_theta": 5.0}}, {"rope_theta": 7}, 7.0, None),
+        ({"rope_theta": 5.0}, {"rope_theta": 7}, 7.0, None),
+        ({"rope_parameters": {"rope_theta": 5.0, **YARN}}, {"rope_scaling": None}, 5.0, None),
+        ({"rope_theta": 5.0, "rope_scaling": YARN}, {"rope_parameters": None}, 5.0, None),
+        ({"rope_parameters": {"rope_theta": 5.0}}, {"rope_parameters": None}, 5.0, None),
+        ({"rope_theta": 5.0}, {"rope_parameters": YARN}, 5.0, RopeScaling.yarn(4.0, 512)),
+        ({"rope_parameters": {"rope_theta": 5.0}}, {"rope_scaling": YARN}, 5.0, RopeScaling.yarn(4.0, 512)),
+        (
+            {"rope_parameters": {"rope_theta": 5.0, **YARN}}, {"rope_scaling": {"factor": 2.0}}, 5.0,
+            RopeScaling.yarn(2.0, 512),
+        ),
+        (  # nothing of another type stays
+            {"rope_parameters": {"rope_theta": 5.0, **LLAMA3}}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 5.0,
+            RopeScaling.yarn(4.0, 4096),
+        ),
+    ],
+)  # fmt: skip
+def test_overrides_of_rope(file, overrides, theta, scaling):
+    plain = {k: v for k, v in HF_CONFIG.items() if k != "rope_parameters"} | {"max_position_embeddings": 4096}
+    config = config_from_huggingface(overridden(plain | file, overrides), "x")
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize("wrong", ["yarn", 4, [1]])
+def test_overrides_that_are_no_rope(wrong):
+    for name in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(UnsupportedModelError, match=f"{name}="):
+            config_from_huggingface(overridden(HF_CONFIG, {name: wrong}), "x")
 
 
 def test_overrides_of_a_directory(tmp_path):
