@@ -1,4 +1,4 @@
-"""Conversations that ended a turn and keep their compressed pages until the next one, or until the pages are needed."""
+"""Rows at rest, until their pages are needed: conversations between two turns, and what several prompts begin with."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
