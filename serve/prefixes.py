@@ -1,13 +1,13 @@
 """What several prompts begin with (a system prompt, a document) is prefilled and compressed once.
 
-A compressed row cannot be cut, so a copy must be stored when a prefill has got exactly as far as two prompts agree: known is
-that from the second prompt on. Copies share their full pages with the rows that go on from them.
+A compressed row cannot be cut, so a copy must be stored when a prefill has got exactly as far as two prompts agree. That is
+known when the second one comes. Copies share their full pages with the rows that go on from them.
 """
 
 import numpy as np
 
 from serve.rows import Rows
-from serve.sequence import RowState, Sequence
+from serve.sequence import Phase, RowState, Sequence
 from serve.sessions import StoredSession, common_length
 
 
@@ -18,10 +18,10 @@ class Prefixes:
         self._rows, self._least = rows, least  # fewer tokens than `least` are not worth a row
 
     def awaited(self, sequence: Sequence, stays: int, running: list[Sequence]) -> bool:
-        """Whether `sequence` is to wait for what it shares with a prompt that is being prefilled: a copy will be left there.
+        """Whether `sequence` is to wait for what it shares with a prompt being prefilled: a copy will be left there.
 
-        It loses nothing by that: prompts are prefilled one after another. `stays`: tokens that it finds stored already. With
-        a stored prompt that cannot be cut where they part it shares nothing, but leaves a copy itself on its way.
+        Prompts are prefilled one after another, so little is lost by that. `stays`: tokens that it finds stored already.
+        Of a row that is past the place where they part it has nothing, but leaves a copy itself for those that may come.
         """
         if (
             sequence.generated
@@ -30,19 +30,28 @@ class Prefixes:
             or not self._rows.sessions.capacity
         ):
             return False
-        prompt, least = sequence.token_array, stays + self._least
-        most = len(prompt) - 1
+        prompt, least = sequence.prompt_array, stays + self._least
+        if len(prompt) <= least:
+            return False
+
+        def common_with(tokens: np.ndarray) -> int:
+            # Most differ soon, and this is asked in every step while the prompt has to wait.
+            if len(tokens) < least or not np.array_equal(tokens[stays:least], prompt[stays:least]):
+                return 0
+            found = min(common_length(tokens, prompt), len(prompt) - 1)
+            return found if found >= least else 0
+
+        most = 0
         for other in running:
-            state = other.state
-            if state is None or other.generated or not other.keep or len(other.tokens) < least:
+            if other.state is None or not (common := common_with(other.prompt_array)):
                 continue
-            common = min(common_length(other.token_array, prompt), most)
-            if common >= max(least, state.cached + 1):
-                other.borders.add(common)
+            if not other.generated and common > other.state.cached:
+                other.borders[common] = sequence
                 return True
-        common = min(self._rows.sessions.longest_prefix(prompt), most)
-        if common >= least:
-            sequence.borders.add(common)
+            most = max(most, common)
+        most = max([most, *(common_with(s.tokens) for s in self._rows.sessions)])
+        if most:
+            sequence.borders.setdefault(most, None)
         return False
 
     def copy(
@@ -67,6 +76,7 @@ class Prefixes:
             if not parts or not rows.free or need > rows.pages.free:
                 return None
         rows.sessions.put(session)
+        session.is_used = True
         return rows.copy(state)
 
     def leave(self, sequence: Sequence) -> None:
@@ -74,12 +84,19 @@ class Prefixes:
         state = sequence.state
         if state is None or state.tail or state.compressed not in sequence.borders:
             return
-        count = state.compressed
-        sequence.borders.discard(count)
-        tokens = np.asarray(sequence.tokens[:count], np.int32)
-        if any(s.is_prefix and np.array_equal(s.tokens, tokens) for s in self._rows.sessions):
+        count, sessions = state.compressed, self._rows.sessions
+        waiter = sequence.borders.pop(count)
+        if waiter and waiter.phase is not Phase.WAITING:
             return
-        while self._rows.sessions.full:
+        tokens = np.asarray(sequence.tokens[:count], np.int32)
+        if any(s.is_prefix and np.array_equal(s.tokens, tokens) for s in sessions):
+            return
+        # What nobody waits for costs no more than one conversation its place, however many such copies are left.
+        unused = sessions.unused_prefix() if sessions.full and not waiter else None
+        if unused:
+            sessions.remove(unused)
+            self._rows.release(unused.state)
+        while sessions.full:
             self._rows.evict()
         # The pages reserved for the rest of the prompt are no part of the copy.
         rest = len(sequence.tokens), sequence.room
@@ -87,5 +104,5 @@ class Prefixes:
         missing = self._rows.pages.missing(state.holding, self._rows.wanted(*rest))
         need = self._rows.copied_pages(state) + missing
         if (self._rows.free or self._rows.evict()) and self._rows.secure(need):
-            self._rows.sessions.put(StoredSession(self._rows.copy(state), tokens, is_prefix=True))
+            sessions.put(StoredSession(self._rows.copy(state), tokens, is_prefix=True))
         self._rows.grow(state, *rest)

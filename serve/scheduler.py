@@ -132,6 +132,7 @@ class Scheduler:
             self.counters["prefix_queries"] += len(sequence.tokens)
             self.counters["prefix_hits"] += stays
             sequence.cached_tokens = stays
+        sequence.continued = sequence.continued or (session is not None and state is session.state)
         if state.cached > stays:
             self.rows.rollback(state, state.cached - stays)
         self.rows.grow(state, len(sequence.tokens), room)
@@ -251,7 +252,7 @@ class Scheduler:
             state is not None
             and sequence.to_feed == 1
             and sequence.left > 0
-            and state.tail < self.limits.max_tail
+            and 0 <= state.tail < self.limits.max_tail
         ) and sequence.generated > 0
 
     def _next_chunk(self, beside_decode: bool, score: bool) -> ChunkWork | None:
@@ -264,7 +265,8 @@ class Scheduler:
                 continue
             beside, alone = self.limits.max_chunk_beside_decode, self.limits.max_chunk
             # A large chunk less than half full would cost more than a few small ones.
-            most = beside if beside_decode or sequence.to_feed * 2 <= alone else alone
+            ahead = self._chunk_end(sequence) - state.cached
+            most = beside if beside_decode or ahead * 2 <= alone else alone
             if sequence.needs_prompt_logprobs:
                 most = self.limits.prompt_logprob_chunk
             work = self._chunk(sequence, most)
@@ -272,14 +274,19 @@ class Scheduler:
                 return work
         return None
 
+    def _chunk_end(self, sequence: Sequence) -> int:
+        """The count of tokens at which the next chunk ends at the latest."""
+        state = sequence.state
+        assert state is not None
+        # A row that was rolled back into its window must come at least as far as it was compressed.
+        least = max(state.cached + 1, state.compressed)
+        return min((b for b in sequence.borders if b >= least), default=len(sequence.tokens))
+
     def _chunk(self, sequence: Sequence, most: int) -> ChunkWork | None:
         """The next chunk of `sequence`, its pages reserved, and the mirror of its row moved on."""
         state, plan = sequence.state, self.plan
         assert state is not None
-        known = len(sequence.tokens)
-        # A row that was rolled back into its window must come at least as far as it was compressed.
-        least = max(state.cached + 1, state.compressed)
-        end = min((b for b in sequence.borders if b >= least), default=known)
+        known, end = len(sequence.tokens), self._chunk_end(sequence)
         compresses = sequence.generated and state.tail >= self.limits.max_tail
         if compresses:
             self._leave_prompt(sequence)
@@ -349,7 +356,7 @@ class Scheduler:
             return
         # What was given up before its first token, and was no conversation before, costs no other one its place, nor
         # does any choice but the first: a client goes on from one of them.
-        unread = len(sequence.tokens) == sequence.prompt_length and not sequence.cached_tokens
+        unread = len(sequence.tokens) == sequence.prompt_length and not sequence.continued
         spare = unread or sequence.choice > 0
         if spare and self.sessions.full:
             self.rows.release(state)

@@ -48,11 +48,12 @@ class Sequence:
     cached_tokens: int = 0  # prompt tokens that were found in a stored session
     prompt_logprobs: list[PromptLogprob | None] | None = None
     keep: bool = True  # store the row when the sequence ends
-    borders: set[int] = field(
-        default_factory=set
-    )  # counts of tokens at which a copy is stored for other prompts
+    continued: bool = False  # its row was a stored conversation's
+    # Counts of tokens at which a copy is stored, and the prompt that waits for it; None: for those that may come.
+    borders: dict[int, "Sequence | None"] = field(default_factory=dict)
     announced: bool = False  # the first output was sent
     _array: np.ndarray | None = None
+    _prompt_array: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -66,6 +67,13 @@ class Sequence:
         if self._array is None or len(self._array) != len(self.tokens):
             self._array = np.asarray(self.tokens, np.int32)
         return self._array
+
+    @property
+    def prompt_array(self) -> np.ndarray:
+        """The prompt as i32."""
+        if self._prompt_array is None:
+            self._prompt_array = np.asarray(self.request.prompt_ids, np.int32)
+        return self._prompt_array
 
     @property
     def sampling(self) -> SamplingParams:

@@ -17,6 +17,7 @@ class StoredSession:
     state: RowState
     tokens: np.ndarray
     is_prefix: bool = False  # what several prompts begin with: they go on from copies of it
+    is_used: bool = False  # of a prefix: one did
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -79,17 +80,20 @@ class SessionStore:
         """
         best: tuple[int, StoredSession] | None = None
         for session in self:
+            if best and (len(session.tokens) < best[0] or session.tokens[best[0] - 1] != prompt[best[0] - 1]):
+                continue  # it has less in common
             stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
             compressed = session.state.compressed
             if len(prompt) < compressed or stays < compressed - reach_back(compressed) or stays < 1:
                 continue
-            if best is None or stays > best[0]:
+            # Of two that save as much the prefix, which loses nothing by it.
+            if best is None or (stays, session.is_prefix) > (best[0], best[1].is_prefix):
                 best = stays, session
         return (best[1], best[0]) if best else None
 
-    def longest_prefix(self, prompt: np.ndarray) -> int:
-        """The most tokens that `prompt` has in common with a session, whether or not that can be cut there."""
-        return max((common_length(s.tokens, prompt) for s in self), default=0)
+    def unused_prefix(self) -> StoredSession | None:
+        """The least recently stored prefix from which no prompt has gone on."""
+        return next((s for s in self if s.is_prefix and not s.is_used), None)
 
 
 class ReachBack:

@@ -120,8 +120,96 @@ def test_no_copy_is_left_where_a_row_was_compressed_already():
     bench = loop(plan=PLAN)
     bench.run([*DOCUMENT, 1, 2, 3, 4, 5], max_tokens=3)
     job = bench.add([*DOCUMENT, 1, 2, 3, *prompt(30)], max_tokens=3)
-    bench.scheduler.waiting[0].borders.add(54)
+    bench.scheduler.waiting[0].borders[54] = None
     bench.drain()
     assert job.cached == 53
     assert prefixes(bench) == []
     job.check()
+
+
+def conversations(bench, count: int) -> list[list[int]]:
+    """So many other ones: what their next turns begin with."""
+    texts = [prompt(40, 500 + i) for i in range(count)]
+    return [text + bench.run(text, max_tokens=5, ignore_eos=True).tokens() for text in texts]
+
+
+def left(bench, texts: list[list[int]]) -> int:
+    held = [s.tokens.tolist() for s in bench.scheduler.sessions]
+    return sum(text[:-1] in held for text in texts)
+
+
+def test_prompts_given_up_cost_no_conversation_its_place():
+    bench = loop(plan=PLAN, max_stored=8)
+    others = conversations(bench, 6)
+    text = prompt(150, 77)
+    for parts in range(90, 20, -10):  # edited again and again, each time given up before its first token
+        job = bench.add([*text[:parts], *prompt(150 - parts, parts)], max_tokens=5)
+        for _ in range(4):
+            bench.step()
+        bench.abort(job)
+        bench.drain()
+    assert left(bench, others) == 6
+
+
+def test_a_prompt_given_up_after_a_prefix_costs_no_conversation_its_place():
+    bench = loop(plan=PLAN, max_stored=5)
+    for i in range(2):
+        bench.run(ask(i), max_tokens=5)
+    others = conversations(bench, 2)
+    assert len(bench.scheduler.sessions) == 5
+    job = bench.add(ask(2), max_tokens=5)
+    bench.step()
+    bench.abort(job)
+    bench.drain()
+    assert left(bench, others) == 2
+
+
+def test_a_conversation_that_is_as_long_as_a_prefix_is_left_alone():
+    bench = loop(plan=PLAN, max_stored=10)
+    first = bench.run(DOCUMENT, max_tokens=5, ignore_eos=True)
+    for i in range(3):
+        bench.run(ask(i), max_tokens=5)
+    turn = bench.run([*DOCUMENT, *first.tokens(), 9, 9], max_tokens=2)
+    assert turn.cached >= 54 - (0 if first is None else 4)
+    found = [bench.run(ask(10 + i), max_tokens=5).cached for i in range(2)]
+    assert found == [50, 50]
+
+
+def test_questions_that_come_while_others_decode():
+    bench = loop(plan=PLAN, max_running=6, max_tail=100, max_stored=6)
+    jobs = []
+    for i in range(5):
+        jobs.append(bench.add(ask(i), max_tokens=60, ignore_eos=True))
+        for _ in range(12):
+            bench.step()
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 0, 50, 50, 50]
+    for job in jobs:
+        job.check()
+
+
+def test_nothing_is_left_for_prompts_that_were_given_up_while_they_waited():
+    bench = loop(plan=PLAN, max_stored=8)
+    first = bench.add(prompt(120, 77), max_tokens=5)
+    bench.step()
+    for count in (100, 110):  # chunks have 32 tokens
+        job = bench.add([*prompt(120, 77)[:count], 9, 9, 9], max_tokens=3)
+        bench.step()
+        bench.abort(job)
+    bench.drain()
+    assert first.done
+    assert prefixes(bench) == []
+
+
+def test_a_prompt_whose_logprobs_are_wanted_shares_nothing():
+    bench = loop(plan=PLAN)
+    jobs = [bench.add(ask(i), max_tokens=3, prompt_logprobs=0) for i in range(2)]
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 0]
+
+
+def test_a_short_border_is_run_as_a_small_chunk():
+    bench = loop(plan=PLAN)
+    jobs = [bench.add([*DOCUMENT[:14], *prompt(60, i)], max_tokens=3, ignore_eos=True) for i in range(2)]
+    bench.drain()
+    assert [job.cached for job in jobs] == [0, 14]

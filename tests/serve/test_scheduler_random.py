@@ -84,6 +84,7 @@ def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
         job.check()
     assert len(bench.jobs) > 150
     assert bench.scheduler.counters["prefix_hits"] > 0 or not limits.get("max_stored", 4)
+    assert any(call[0] == "fork" for call in bench.runner.calls)
     bench.evict_all()
 
 

@@ -161,3 +161,20 @@ def test_pages_shared_among_stored_sessions_are_freed_with_the_last():
     # Everything is held by sessions that share it; a request of the whole pool must still get in.
     bench.run(prompt(150, 1), max_tokens=10, ignore_eos=True).check()
     assert len(sessions) == 1
+
+
+def test_a_preempted_generation_that_finds_just_its_tokens_stored():
+    """They were compressed as a prompt; one token runs again for its logits, in a chunk: the row cannot decode before."""
+    text = next(prompt(40, s) for s in range(50) if 2 not in expected(prompt(40, s), 0, 20))
+    bench = loop(plan=FULL, max_tail=60)
+    longer = text + expected(text, 0, 13)
+    bench.run(longer, max_tokens=1)
+    job = bench.add(text, max_tokens=20, ignore_eos=True)
+    while True:
+        bench.step()
+        (sequence,) = bench.scheduler.running
+        if len(sequence.tokens) + sequence.in_flight == len(longer):
+            break
+    bench.scheduler._preempt(sequence)
+    bench.drain()
+    job.check()
