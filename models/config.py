@@ -48,7 +48,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
-    qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3)
+    qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3, Gemma 3)
+    sliding_window: int | None = None  # a query of a sliding layer sees the last so many tokens, itself included
+    sliding_layers: tuple[int, ...] = ()  # the layers with that window; the others see every token
+    sliding_rope_theta: float | None = None  # RoPE base of the sliding layers, never scaled; None: as in the others
+    query_scale: float | None = None  # factor on q.k; None: D ** -0.5
+    norm_offset: float = 0.0  # added to the weights of all norms (Gemma: 1)
+    post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma 3)
+    embed_scale: float = 1.0  # factor on the embeddings, rounded to their dtype (Gemma: E ** 0.5)
+    gelu: bool = False  # the MLP's gate is GELU (tanh approximation) instead of SiLU
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -78,7 +86,12 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """Factor on q.k before the softmax."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers whose queries see every token; only their cache grows with the context, and is compressed."""
+        return tuple(i for i in range(self.num_layers) if i not in self.sliding_layers)
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed."""
