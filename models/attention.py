@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,19 +17,24 @@ QUERY_BLOCK = 512  # queries scored at a time, which bounds the score matrix at 
 
 
 def masked_attention(
-    q: Float[Array, "T N D"], k: Float[Array, "S K D"], v: Float[Array, "S K D"], mask: Bool[Array, "T S"]
+    q: Float[Array, "T N D"],
+    k: Float[Array, "S K D"],
+    v: Float[Array, "S K D"],
+    mask: Bool[Array, "T S"],
+    scale: float | None = None,
 ) -> Float[Array, "T N D"]:
     """Softmax attention with `mask[t, s]` True where query t sees entry s; scores and softmax in float32.
 
-    Query head n reads KV head n // G. A query that sees nothing gets zeros.
+    Query head n reads KV head n // G. `scale` is the factor on q.k, None: D ** -0.5. A query that sees nothing gets zeros.
     """
     T, N, D = q.shape
+    factor = D**-0.5 if scale is None else scale
     K = k.shape[1]
     G = N // K
     outs = []
     for head in range(K):  # plain matrix products: a batched one takes twice as long on a CPU
         q_rows = q[:, head * G : (head + 1) * G].swapaxes(0, 1).reshape(G * T, D)
-        scores = jnp.matmul(q_rows, k[:, head].T, preferred_element_type=jnp.float32) * D**-0.5
+        scores = jnp.matmul(q_rows, k[:, head].T, preferred_element_type=jnp.float32) * factor
         scores = jnp.where(mask, scores.reshape(G, T, -1), -jnp.inf)
         peak = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0))
@@ -39,7 +45,7 @@ def masked_attention(
     return jnp.concatenate(outs).swapaxes(0, 1).astype(q.dtype)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("scale", "window"))
 def causal_attention(
     q: Float[Array, "T N D"],
     k: Float[Array, "S K D"],
@@ -48,14 +54,21 @@ def causal_attention(
     k_positions: Int[Array, " S"],
     q_segments: Int[Array, " T"],
     k_segments: Int[Array, " S"],
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Float[Array, "T N D"]:
-    """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`."""
+    """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`.
+
+    With a `window` only those of the last so many positions, its own included. `scale` as in `masked_attention`.
+    """
     T = q.shape[0]
 
     def block(args: tuple[Array, Array, Array]) -> Array:
         q_block, positions, segments = args
         mask = (k_positions <= positions[:, None]) & (k_segments == segments[:, None])
-        return masked_attention(q_block, k, v, mask)
+        if window is not None:
+            mask &= k_positions > positions[:, None] - window
+        return masked_attention(q_block, k, v, mask, scale)
 
     if T <= QUERY_BLOCK:
         return block((q, q_positions, q_segments))
@@ -69,19 +82,34 @@ def causal_attention(
     return out.reshape(T + padding, *q.shape[1:])[:T]
 
 
-def dense_attend(positions: Int[Array, " T"], segments: Int[Array, " T"] | None = None) -> Attend:
+def _of_layer(config: ModelConfig | None, layer: int) -> dict[str, Any]:
+    """Scale and window of a layer, as `causal_attention` takes them."""
+    if config is None:
+        return {}
+    window = config.sliding_window if layer in config.sliding_layers else None
+    return {"scale": config.query_scale, "window": window}
+
+
+def dense_attend(
+    positions: Int[Array, " T"],
+    segments: Int[Array, " T"] | None = None,
+    *,
+    config: ModelConfig | None = None,
+) -> Attend:
     """Causal attention among the T tokens of the call; the state passes through unchanged.
 
     Args:
       positions: true positions i32[T]; a token sees those at its position or before.
       segments: i32[T], tokens of different segments (sequences packed in one call) do not see each other.
         None: one sequence.
+      config: needed for a model with sliding layers or a scale of its own.
     """
     segment_ids = jnp.zeros_like(positions) if segments is None else segments
 
     def attend(state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        del layer
-        return causal_attention(q, k, v, positions, positions, segment_ids, segment_ids), state
+        return causal_attention(
+            q, k, v, positions, positions, segment_ids, segment_ids, **_of_layer(config, layer)
+        ), state
 
     return attend
 
@@ -97,10 +125,11 @@ def init_dense_cache(config: ModelConfig, max_length: int, dtype: DTypeLike = jn
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
-def cached_attend(positions: Int[Array, " T"]) -> Attend:
-    """Full attention of one sequence over a `DenseCache` (the state): writes the T tokens, then reads all up to each.
+def cached_attend(positions: Int[Array, " T"], *, config: ModelConfig | None = None) -> Attend:
+    """Attention of one sequence over a `DenseCache` (the state): writes the T tokens, then reads all that each sees.
 
-    Tokens at positions >= max_length are dropped: that is how a caller pads.
+    `config` as for `dense_attend`: sliding layers keep all entries too, and read those of their window. Tokens at
+    positions >= max_length are dropped: that is how a caller pads.
     """
 
     def attend(state: DenseCache, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, DenseCache]:
@@ -109,7 +138,9 @@ def cached_attend(positions: Int[Array, " T"]) -> Attend:
         values = values.at[positions].set(v.astype(values.dtype), mode="drop")
         entry_positions = jnp.arange(keys.shape[0], dtype=positions.dtype)
         zeros_t, zeros_s = jnp.zeros_like(positions), jnp.zeros_like(entry_positions)
-        out = causal_attention(q, keys, values, positions, entry_positions, zeros_t, zeros_s)
+        out = causal_attention(
+            q, keys, values, positions, entry_positions, zeros_t, zeros_s, **_of_layer(config, layer)
+        )
         return out, (*state[:layer], (keys, values), *state[layer + 1 :])
 
     return attend

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from models.rope_scaling import RopeScaling, is_positive, read_rope
+from models.gemma import GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS, gemma3_fields, gemma3_problems, text_part
+from models.layer_types import is_whole, read_sliding_layers
+from models.rope_scaling import RopeScaling, is_positive, read_rope, read_sliding_rope
 
 log = logging.getLogger("tangram")
 
@@ -17,8 +19,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {
         "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
     },
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+    "Qwen2ForCausalLM": {
+        "num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096,
+    },
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128,
+    },
+    **dict.fromkeys(GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS),
 }  # fmt: skip
 
 
@@ -49,9 +56,13 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
     qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3, Gemma 3)
-    sliding_window: int | None = None  # a query of a sliding layer sees the last so many tokens, itself included
+    sliding_window: int | None = (
+        None  # a query of a sliding layer sees the last so many tokens, itself included
+    )
     sliding_layers: tuple[int, ...] = ()  # the layers with that window; the others see every token
-    sliding_rope_theta: float | None = None  # RoPE base of the sliding layers, never scaled; None: as in the others
+    sliding_rope_theta: float | None = (
+        None  # RoPE base of the sliding layers, never scaled; None: as in the others
+    )
     query_scale: float | None = None  # factor on q.k; None: D ** -0.5
     norm_offset: float = 0.0  # added to the weights of all norms (Gemma: 1)
     post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma 3)
@@ -77,6 +88,12 @@ class ModelConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"sliding layers need a window of at least 1, got {self.sliding_window}")
+        if list(self.sliding_layers) != sorted(set(self.sliding_layers) & set(range(self.num_layers))):
+            raise ValueError(
+                f"sliding_layers must be ascending numbers below {self.num_layers}, got {self.sliding_layers}"
+            )
 
     @property
     def group_size(self) -> int:
@@ -103,6 +120,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
 
     Raises UnsupportedModelError, naming every feature that this package lacks, for anything but `ARCHITECTURES`.
     """
+    config = text_part(config)
     given = config.get("architectures")
     architectures = (
         [str(x) for x in given] if isinstance(given, list) and given else [str(given or "(none given)")]
@@ -114,11 +132,22 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         problems.insert(0, f"architecture {', '.join(architectures)}")
     theta, scaling, wrong = read_rope(config)
     problems += wrong
+    sliding_layers, window, wrong = read_sliding_layers(config, architecture)
+    problems += wrong
+    sliding_theta, wrong = read_sliding_rope(config) if sliding_layers else (None, [])
+    problems += wrong
+    positions = config.get("max_position_embeddings") or 2048
+    if scaling is not None and is_whole(positions):
+        positions = max(positions, scaling.stretched)
+    if window is not None and is_whole(positions) and window >= positions and sliding_theta is None:
+        sliding_layers, window = (), None  # nothing outgrows it
+    if sliding_layers and len(sliding_layers) == config["num_hidden_layers"]:
+        problems.append(f"sliding_window={window} in every layer (nothing of the cache would be compressed)")
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
-            f"{', '.join(ARCHITECTURES)}, without sliding window, other biases than Qwen 2's or quantisation; "
-            "rope scaling default, linear, llama3 or yarn"
+            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps, other biases than Qwen 2's "
+            "or quantisation; rope scaling default, linear, llama3 or yarn"
         )
     required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in required if key not in config]
@@ -128,58 +157,52 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     faults = [
         f"{key} is {value!r}"
         for key, value in numbers.items()
-        if (value is None and key in required) or (value is not None and not _is_whole(value))
+        if (value is None and key in required) or (value is not None and not is_whole(value))
     ]
     eps = config.get("rms_norm_eps", 1e-6)
     if not is_positive(eps):
         faults.append(f"rms_norm_eps is {eps!r}")
     if faults:
         raise UnsupportedModelError(f"cannot load {name}: {', '.join(faults)}: expected positive numbers")
-    num_heads = config["num_attention_heads"]
-    positions = config.get("max_position_embeddings") or 2048
-    if scaling is not None:
-        positions = max(positions, scaling.stretched)
+    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    gemma: dict[str, Any] = {}
+    if architecture in GEMMA3_ARCHITECTURES:
+        gemma = gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))
     return ModelConfig(
+        **{"qk_norm": architecture == "Qwen3ForCausalLM", **gemma},
         name=name,
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
+        hidden_size=hidden_size,
         intermediate_size=config["intermediate_size"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
         max_positions=_undivided(config, positions, name),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(eps),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        sliding_rope_theta=sliding_theta,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
     )
 
 
 def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
-    """What this package lacks, RoPE aside."""
+    """What this package lacks, RoPE and windows aside."""
     problems = []
-    window, positions = config.get("sliding_window"), config.get("max_position_embeddings")
-    if architecture == "MistralForCausalLM" and window is not None and (not positions or window < positions):
-        problems.append(f"sliding_window={window}")
-    # Of Qwen, layers from max_window_layers on have the window.
-    layers, whole = config.get("num_hidden_layers") or 0, config.get("max_window_layers", 28)
-    if config.get("use_sliding_window") and not (architecture.startswith("Qwen") and whole >= layers):
-        problems.append("use_sliding_window=true")
-    types = config.get("layer_types")
-    if types is not None and (not isinstance(types, list) or set(map(str, types)) - {"full_attention"}):
-        other = (
-            ", ".join(sorted(set(map(str, types)) - {"full_attention"})) if isinstance(types, list) else types
-        )
-        problems.append(f"layers of {other}")
+    if not isinstance(config.get("text_config"), Mapping | None):
+        problems.append(f"text_config={config['text_config']!r}")
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag) and (flag, architecture) != ("attention_bias", "Qwen2ForCausalLM"):
             problems.append(f"{flag}=true")
-    if config.get("hidden_act", "silu") != "silu":
+    if architecture in GEMMA3_ARCHITECTURES:
+        problems += gemma3_problems(config)
+    elif config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']}")
     if config.get("quantization_config"):
         problems.append("quantised weights (quantization_config)")
@@ -189,15 +212,11 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
 _OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
 def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:
     """Positions that Qwen 2.5 1M reaches without its dual chunk attention, which this package lacks."""
     divided = config.get("dual_chunk_attention_config")
     most = divided.get("original_max_position_embeddings", 0) if isinstance(divided, Mapping) else 0
-    if not _is_whole(most) or most >= positions:
+    if not is_whole(most) or most >= positions:
         return positions
     log.warning(
         "%s: at most %d of %d positions, dual chunk attention is not supported", name, most, positions

@@ -94,7 +94,8 @@ def _load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer]
     if fields["rope_scaling"] is not None:
         factors = tuple(fields["rope_scaling"].pop("factors"))
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"], factors=factors)
-    config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})
+    tuples = {key: tuple(fields.get(key, ())) for key in ("eos_token_ids", "sliding_layers")}
+    config = ModelConfig(**{**fields, **tuples})
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_params(config, dtype)

@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from models.rope_scaling import rope_fields
+from models.gemma import text_part
+from models.rope_scaling import of_layers, rope_fields, sliding_rope_fields
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
@@ -20,24 +21,30 @@ def parse_overrides(text: str) -> dict[str, Any]:
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with some of its fields replaced.
+    """A config.json with some of its fields replaced; those of a `text_config` also without writing its name.
 
     RoPE's are replaced one by one, under either of their names, unless its type changes or goes (null): then only the base
     stays. What is neither an object nor null is left for `config_from_huggingface` to refuse.
     """
+    config, overrides = text_part(config), text_part(overrides)
     merged = {**config, **overrides}
-    rope = rope_fields(config)
+    rope, sliding = rope_fields(config), sliding_rope_fields(config)
     changed = "rope_theta" in overrides
     for name in ("rope_parameters", "rope_scaling"):
         if name not in overrides or not isinstance(overrides[name], Mapping | None):
             continue
-        changes = dict(overrides[name] or {"rope_type": "default"})
+        changed = True
+        given = of_layers(overrides[name], "sliding_attention")
+        sliding |= given if isinstance(given, Mapping) else {}
+        given = of_layers(overrides[name])
+        if given is None and overrides[name] is not None:
+            continue  # only of the sliding layers
+        changes = dict(given or {"rope_type": "default"})
         kind = changes.pop("type", None)
         changes.setdefault("rope_type", kind or rope.get("rope_type", "default"))
         if changes["rope_type"] != rope.get("rope_type", "default"):
             rope = {"rope_theta": rope.get("rope_theta")}
         rope |= changes
-        changed = True
     if not changed:
         return merged
     if "rope_theta" in overrides:
@@ -46,5 +53,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         if isinstance(merged.get(name), Mapping | None):
             merged[name] = None
     if isinstance(merged.get("rope_parameters"), Mapping | None):
-        merged["rope_parameters"] = rope
+        merged["rope_parameters"] = (
+            {"full_attention": rope, "sliding_attention": sliding} if sliding else rope
+        )
     return merged

@@ -23,7 +23,7 @@ Params = dict[str, Any]  # {"embed", "final_norm", ("lm_head",) "layers": tuple 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. `axes` names the logical axis of every dimension; `fan_in` None means a vector of ones."""
+    """One parameter. `axes` names the logical axis of every dimension; `fan_in` None: a norm's weight."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -48,7 +48,8 @@ def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
 
     `qkv[:, k]` holds the G query heads of KV head k, then its key head, then its value head, so that the one
     axis "kv_heads" shards queries, keys and values alike. `gate_up[:, 0]` is the gate, `gate_up[:, 1]` the up part.
-    Where the model has them, `qkv_bias` belongs to `qkv`, and `q_norm` and `k_norm` are weights for every head alike.
+    Where the model has them, `qkv_bias` belongs to `qkv`, `q_norm` and `k_norm` are weights for every head alike, and
+    `attn_post_norm` and `mlp_post_norm` normalise what attention and MLP give before it is added.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
@@ -64,6 +65,8 @@ def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
         specs["qkv_bias"] = ParamSpec((K, G + 2, D), ("kv_heads", None, "head_dim"), E)
     if config.qk_norm:
         specs |= {name: ParamSpec((D,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
+    if config.post_norms:
+        specs |= {name: ParamSpec((E,), ("embed",), None) for name in ("attn_post_norm", "mlp_post_norm")}
     return specs
 
 
@@ -91,14 +94,14 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random weights: normal with standard deviation fan_in^-0.5; norms are ones."""
+    """Random weights: normal with standard deviation fan_in^-0.5; norms multiply by one."""
     # NumPy draws the numbers: JAX would compile a program for every shape, seconds for a model of milliseconds.
     seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
     rng = np.random.default_rng(seed)
 
     def init(spec: ParamSpec) -> jax.Array:
         if spec.fan_in is None:
-            return jnp.asarray(np.ones(spec.shape, dtype))
+            return jnp.asarray(np.full(spec.shape, 1.0 - config.norm_offset, dtype))
         return jnp.asarray((rng.standard_normal(spec.shape, np.float32) * spec.fan_in**-0.5).astype(dtype))
 
     return map_specs(init, param_specs(config))

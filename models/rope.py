@@ -49,21 +49,26 @@ def _scaled(inv_freq: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> 
     return inv_freq * (blend + (1.0 - blend) / scaling.factor)
 
 
-def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, D / 2]:
-    """Inverse frequencies f32[D/2] (radians per position), with the model's scaling applied."""
+def rope_frequencies(config: ModelConfig, *, sliding: bool = False) -> Float[np.ndarray, D / 2]:
+    """Inverse frequencies f32[D/2] (radians per position), with the model's scaling applied.
+
+    `sliding`: those of the sliding layers, which are never scaled where the model has a base for them.
+    """
+    own_theta = config.sliding_rope_theta if sliding else None
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inv_freq = config.rope_theta**-exponents
-    if config.rope_scaling is not None:
+    inv_freq = (config.rope_theta if own_theta is None else own_theta) ** -exponents
+    if config.rope_scaling is not None and own_theta is None:
         inv_freq = _scaled(inv_freq, config, config.rope_scaling)
     return inv_freq.astype(np.float32)
 
 
 def rope_tables(
-    positions: Int[Array, " T"], config: ModelConfig
+    positions: Int[Array, " T"], config: ModelConfig, *, sliding: bool = False
 ) -> tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]:
-    """Cosines and sines f32[T, D/2] of the rotation at each position; computed once for all layers."""
-    angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(config)
-    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    """Cosines and sines f32[T, D/2] of the rotation at each position; computed once for all layers of a type."""
+    angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(config, sliding=sliding)
+    scaling = None if sliding and config.sliding_rope_theta is not None else config.rope_scaling
+    factor = scaling.attention_factor if scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
@@ -77,7 +82,7 @@ def rotate(
 
 
 def apply_rope(
-    x: Float[Array, "*B T H D"], positions: Int[Array, " T"], config: ModelConfig
+    x: Float[Array, "*B T H D"], positions: Int[Array, " T"], config: ModelConfig, *, sliding: bool = False
 ) -> Float[Array, "*B T H D"]:
     """Queries or keys `x` [..., T, H, D] rotated to their true positions i32[T]."""
-    return rotate(x, *rope_tables(positions, config))
+    return rotate(x, *rope_tables(positions, config, sliding=sliding))

@@ -62,15 +62,28 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def of_layers(given: Any, kind: str = _FULL) -> Any:
+    """The part of rope_parameters for one type of layers: transformers 5 nests them where the types differ.
+
+    What is not nested is for the full layers, as in an older file, whose sliding layers have a field of their own.
+    """
+    if isinstance(given, Mapping) and (_FULL in given or _SLIDING in given):
+        return given.get(kind)
+    return given if kind == _FULL else None
+
+
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's fields under one name.
+    """RoPE's fields under one name, of the full layers where there are sliding ones.
 
     transformers 5 writes rope_parameters with the base inside, earlier versions rope_scaling beside it. Where a file has
     both, a user has added the older one, as many model pages say.
     """
     fields: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        given = config.get(name)
+        given = of_layers(config.get(name))
         if isinstance(given, Mapping):
             fields |= given
             if "type" in given and "rope_type" not in given:
@@ -80,12 +93,39 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def sliding_rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's fields of the sliding layers; empty where they are those of the full ones."""
+    fields: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = of_layers(config.get(name), _SLIDING)
+        if isinstance(given, Mapping):
+            fields |= given
+    if fields.get("rope_theta") is None and config.get("rope_local_base_freq") is not None:
+        fields["rope_theta"] = config["rope_local_base_freq"]
+    return fields
+
+
+def read_sliding_rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
+    """(base of the sliding layers, None: as the others; what is not supported or wrong). They are never scaled."""
+    rope = sliding_rope_fields(config)
+    if not rope:
+        return None, []
+    kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta", 10000.0)
+    problems = [] if kind == "default" else [f"rope scaling of type {kind!r} in sliding layers"]
+    if not is_positive(theta) or theta <= 1:
+        problems.append(f"rope_theta={theta!r} in sliding layers")
+    return (None if problems else float(theta)), problems
+
+
 def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
     """(base, scaling, what is not supported or wrong) of a config.json; with problems the first two mean nothing."""
     problems = [
         f"{name}={config[name]!r}"
         for name in ("rope_parameters", "rope_scaling")
-        if not isinstance(config.get(name), Mapping | None)
+        if not all(
+            isinstance(x, Mapping | None)
+            for x in (config.get(name), *(of_layers(config.get(name), k) for k in (_FULL, _SLIDING)))
+        )
     ]
     rope = rope_fields(config)
     kind = rope.get("rope_type", rope.get("type", "default"))

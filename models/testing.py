@@ -1,4 +1,4 @@
-"""A tiny Llama and a byte-level tokenizer, so that tests and examples download nothing."""
+"""A tiny Llama, a tiny Gemma 3 and a byte-level tokenizer, so that tests and examples download nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from models.attention import DenseCache, cached_attend, init_dense_cache
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
+from models.gemma import gemma3_fields
 from models.params import Params, init_params
 from models.transformer import forward
 
@@ -47,6 +48,20 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
+def tiny_gemma_config(**changes: Any) -> ModelConfig:
+    """As `tiny_config` with everything of Gemma 3: L 6, of which 2 and 5 see every token, the others 24."""
+    fields: dict[str, Any] = {
+        "name": "tiny-gemma",
+        "num_layers": 6,
+        "sliding_window": 24,
+        "sliding_layers": (0, 1, 3, 4),
+        "sliding_rope_theta": 500.0,
+        "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+        **gemma3_fields(hidden_size=64, query_scale=float(24**-0.5)),
+    }
+    return tiny_config(**(fields | changes))
+
+
 def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLike = jnp.float32) -> Params:
     """Random weights whose attention is far from uniform, so that a wrong key or position changes the logits."""
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -56,6 +71,8 @@ def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLik
         qkv = np.array(layer["qkv"])
         qkv[:, :, : G + 1] *= 2  # scores with a deviation of about 4
         layer["qkv"] = jnp.asarray(qkv)
+        if config.qk_norm:  # undoes factors on the projections
+            layer |= {name: layer[name] + jnp.asarray(1, dtype) for name in ("q_norm", "k_norm")}
     return params
 
 
@@ -100,7 +117,13 @@ def _reference_step(
     # Padding rows get a position past the cache, so that nothing is written for them.
     positions = jnp.where(rows < num_valid, start + rows, jnp.int32(2**30))
     logits, cache = forward(
-        params, config, tokens, positions, cached_attend(positions), cache, logits_at=(num_valid - 1)[None]
+        params,
+        config,
+        tokens,
+        positions,
+        cached_attend(positions, config=config),
+        cache,
+        logits_at=(num_valid - 1)[None],
     )
     return logits[0], cache
 

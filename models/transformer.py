@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family (with Mistral, Qwen 2 and 3) as a pure function that takes attention as an argument.
+"""The forward pass of the Llama family (Mistral, Qwen, Gemma 3) as a pure function that takes attention as an argument.
 
 Tokens are flat (no batch axis), so the chunk and decode tokens of one engine step share the matrix products. The
 model does not know about caches: it calls `attend` once per layer and threads its state through.
@@ -29,11 +29,18 @@ class Attend(Protocol):
     def __call__(self, state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]: ...
 
 
-def rms_norm(x: Float[Array, "*T E"], weight: Float[Array, "*H E"], eps: float) -> Float[Array, "*T E"]:
-    """RMS normalisation of the last axis in float32; the result has the dtype of `x`."""
-    x_f32 = x.astype(jnp.float32)
+def rms_norm(
+    x: Float[Array, "*T E"], weight: Float[Array, "*H E"], eps: float, offset: float = 0.0
+) -> Float[Array, "*T E"]:
+    """RMS normalisation of the last axis in float32, times `weight + offset`; the result has the dtype of `x`."""
+    x_f32, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
-    return ((x_f32 * inverse_rms) * weight.astype(jnp.float32)).astype(x.dtype)
+    # Added here and not to the stored weights: 1 + w in bfloat16 would lose most of a small w.
+    return ((x_f32 * inverse_rms) * (weight + offset if offset else weight)).astype(x.dtype)
+
+
+def _norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    return rms_norm(x, weight, config.norm_eps, config.norm_offset)
 
 
 # The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
@@ -45,7 +52,7 @@ def _attention_inputs(
 ) -> tuple[Array, Array, Array]:
     T, G = x.shape[0], config.group_size
     with jax.named_scope("attn_norm"):
-        h = rms_norm(x, layer_params["attn_norm"], config.norm_eps)
+        h = _norm(x, layer_params["attn_norm"], config)
     with jax.named_scope("qkv"):
         qkv = jnp.einsum("te,ekgd->tkgd", h, layer_params["qkv"])
         if config.qkv_bias:
@@ -55,7 +62,7 @@ def _attention_inputs(
             # All heads at once, the values' for nothing: on a GPU one kernel, where queries and keys alone were five.
             head = jnp.arange(G + 2)[:, None]
             weight = jnp.where(head < G, layer_params["q_norm"], layer_params["k_norm"])
-            qkv = jnp.where(head <= G, rms_norm(qkv, weight, config.norm_eps), qkv)
+            qkv = jnp.where(head <= G, _norm(qkv, weight, config), qkv)
     q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
     k, v = qkv[:, :, G], qkv[:, :, G + 1]
     with jax.named_scope("rope"):
@@ -67,13 +74,25 @@ def _after_attention(layer_params: dict[str, Array], x: Array, attended: Array, 
     with jax.named_scope("attn_out"):
         # A product that contracts two axes at once copies the weights on a CPU (20 ms instead of 1.2 ms a token).
         w_out = layer_params["attn_out"].reshape(-1, x.shape[1])
-        x = x + attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
+        h = attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
+        if config.post_norms:
+            h = _norm(h, layer_params["attn_post_norm"], config)
+        x = x + h
     with jax.named_scope("mlp_norm"):
-        h = rms_norm(x, layer_params["mlp_norm"], config.norm_eps)
+        h = _norm(x, layer_params["mlp_norm"], config)
     with jax.named_scope("mlp"):
         gate_up = jnp.einsum("te,egf->tgf", h, layer_params["gate_up"])
-        h = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return x + jnp.einsum("tf,fe->te", h, layer_params["down"])
+        h = _gate(gate_up[:, 0], config) * gate_up[:, 1]
+        h = jnp.einsum("tf,fe->te", h, layer_params["down"])
+        if config.post_norms:
+            h = _norm(h, layer_params["mlp_post_norm"], config)
+        return x + h
+
+
+def _gate(x: Array, config: ModelConfig) -> Array:
+    if config.gelu:  # in float32, as torch computes it whatever the dtype
+        return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+    return jax.nn.silu(x)
 
 
 def forward(
@@ -90,7 +109,7 @@ def forward(
 
     Args:
       params: weights, float32, bfloat16 or float16, in the structure of `models.params.param_specs`.
-      attend: see `Attend`; called for layers 0..L-1 in order.
+      attend: see `Attend`; called for layers 0..L-1 in order. The windows of sliding layers are its business.
       state: any pytree, handed to the first call of `attend` and returned by the last.
       logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.
         None: all T rows.
@@ -100,10 +119,15 @@ def forward(
     """
     with jax.named_scope("embed"):
         x = params["embed"][tokens]
+        if config.embed_scale != 1.0:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
     with jax.named_scope("rope_tables"):
-        cos, sin = rope_tables(positions, config)
+        rope = sliding_rope = rope_tables(positions, config)
+        if config.sliding_layers and config.sliding_rope_theta is not None:
+            sliding_rope = rope_tables(positions, config, sliding=True)
     for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
+            cos, sin = sliding_rope if layer in config.sliding_layers else rope
             q, k, v = _attention_inputs(layer_params, x, cos, sin, config)
             with jax.named_scope("attend"):
                 attended, state = attend(state, layer, q, k, v)
@@ -111,7 +135,7 @@ def forward(
     if logits_at is not None:
         x = x[logits_at]
     with jax.named_scope("head"):
-        x = rms_norm(x, params["final_norm"], config.norm_eps)
+        x = _norm(x, params["final_norm"], config)
         if config.tie_embeddings:
             logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
         else:

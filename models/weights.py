@@ -66,18 +66,45 @@ _TABLE = (
         "head_norm",
     ),
     _Entry("model.layers.{layer}.self_attn.o_proj.weight", "blk.{layer}.attn_output.weight", "attn_out", "o"),
+    _Entry("model.layers.{layer}.mlp.gate_proj.weight", "blk.{layer}.ffn_gate.weight", "gate_up", "gate"),
+    _Entry("model.layers.{layer}.mlp.up_proj.weight", "blk.{layer}.ffn_up.weight", "gate_up", "up"),
+    _Entry("model.layers.{layer}.mlp.down_proj.weight", "blk.{layer}.ffn_down.weight", "down", "down"),
+)
+_MLP_NORM = (  # Llama's, whose name in Hugging Face checkpoints says where it stands
     _Entry(
         "model.layers.{layer}.post_attention_layernorm.weight",
         "blk.{layer}.ffn_norm.weight",
         "mlp_norm",
         "norm",
     ),
-    _Entry("model.layers.{layer}.mlp.gate_proj.weight", "blk.{layer}.ffn_gate.weight", "gate_up", "gate"),
-    _Entry("model.layers.{layer}.mlp.up_proj.weight", "blk.{layer}.ffn_up.weight", "gate_up", "up"),
-    _Entry("model.layers.{layer}.mlp.down_proj.weight", "blk.{layer}.ffn_down.weight", "down", "down"),
 )
-# Not weights: frequencies that follow from the configuration.
-_IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight)")
+_POST_NORMS = (  # Gemma 3: that name is of the norm of what attention gives
+    _Entry(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "blk.{layer}.post_attention_norm.weight",
+        "attn_post_norm",
+        "norm",
+    ),
+    _Entry(
+        "model.layers.{layer}.pre_feedforward_layernorm.weight",
+        "blk.{layer}.ffn_norm.weight",
+        "mlp_norm",
+        "norm",
+    ),
+    _Entry(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "blk.{layer}.post_ffw_norm.weight",
+        "mlp_post_norm",
+        "norm",
+    ),
+)
+# Not weights: frequencies that follow from the configuration. Not read: what a model of text and images sees with.
+_IGNORED = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight"
+    r"|(model\.)?(vision_tower|multi_modal_projector)\..+"
+)
+# Prefixes of the language model in one of text and images: the first as transformers wrote them up to version 4.51.
+_LANGUAGE_MODEL = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")
 
 
 class _Part(NamedTuple):
@@ -120,7 +147,7 @@ def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None],
     """(leaf, layer) -> the (tensor name, part) that fill it."""
     names: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
     specs = param_specs(config)
-    for entry in _TABLE:
+    for entry in (*_TABLE, *(_POST_NORMS if config.post_norms else _MLP_NORM)):
         template = entry.gguf if style == "gguf" else entry.huggingface
         in_layers = "{layer}" in template
         if entry.leaf not in (specs["layers"][0] if in_layers else specs):
@@ -132,13 +159,24 @@ def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None],
     return names
 
 
+def _text_names(source: TensorSource) -> dict[str, str]:
+    """Name in a checkpoint of text only -> name in this one. Raises WeightMismatchError where two mean the same tensor."""
+    names: dict[str, str] = {}
+    for name in source.shapes:
+        text_name = _LANGUAGE_MODEL.sub(r"\1", name)
+        if text_name in names:
+            raise WeightMismatchError(f"{names[text_name]} and {name} are the same tensor")
+        names[text_name] = name
+    return names
+
+
 def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None:
     """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
     parts = _parts(config)
     wanted = {
         name: parts[part].shape for items in _leaf_names(config, style).values() for name, part in items
     }
-    found = source.shapes
+    found = {text_name: source.shapes[name] for text_name, name in _text_names(source).items()}
     problems = [
         f"{name}: expected shape {shape}, found {tuple(found[name])}"
         for name, shape in wanted.items()
@@ -180,7 +218,7 @@ def assemble_params(
     """
     check_weights(source, config, style)
     parts = _parts(config)
-    names = _leaf_names(config, style)
+    names, names_here = _leaf_names(config, style), _text_names(source)
     specs = param_specs(config)
     flat: dict[tuple[str, int | None], jax.Array] = {}
     items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
@@ -188,7 +226,7 @@ def assemble_params(
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
         leaf = np.empty(spec.shape, dtype)
         for name, part in tensors:
-            parts[part].place(leaf, source.read(name))
+            parts[part].place(leaf, source.read(names_here[name]))
         flat[leaf_name, layer] = jax.device_put(leaf)
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
     top = {key: flat[key, None] for key in specs if key != "layers"}

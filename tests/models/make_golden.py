@@ -8,13 +8,16 @@ from the GGUF file by transformers, logits and token ids of a text.
 """
 
 import argparse
+import copy
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from make_golden_texts import MESSAGES, TEXTS
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -45,24 +48,41 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "sliding_window_pattern": 3,  # layers 2 and 5 see every token
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 24,  # not head_dim
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 VARIANTS = {  # name: type of the model, fields
     "tiny_tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_untied_llama3": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
     "tiny_qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_parameters": DEFAULT_ROPE}),
+    "tiny_gemma3": ("gemma3_text", GEMMA3),
     "tiny_qwen3_yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
 }
 
 
 def make_tiny(name: str, kind: str, changes: dict) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY, **changes)).float().eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY | changes)).float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Norms other than one, and weights large enough that attention is far from uniform.
             parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.3)
+    saved = model
+    if kind == "gemma3_text":  # six layers: stored in 16 bits, to which the weights are rounded before the logits
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+        saved = copy.deepcopy(model).bfloat16()
     # A small shard size gives the second variant an index and several files.
-    model.save_pretrained(GOLDEN / name, max_shard_size="60KB" if "untied" in name else "1GB")
+    saved.save_pretrained(GOLDEN / name, max_shard_size="60KB" if "untied" in name else "1GB")
     tokens = torch.randint(0, TINY["vocab_size"], (96,))
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
@@ -109,6 +129,28 @@ def make_yarn() -> None:
     (GOLDEN / "yarn.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+def make_gemma3_images() -> None:
+    """config.json and tensor shapes of a Gemma 3 for text and images, as saved and as its modules are named."""
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=TINY | GEMMA3,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        eos_token_id=[1, 106],
+    )
+    model = Gemma3ForConditionalGeneration(config)
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        contents = json.loads((Path(saved) / "config.json").read_text())
+        with safe_open(Path(saved) / "model.safetensors", framework="np") as file:
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    modules = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {"config": contents, "saved": shapes, "modules": modules}
+    (GOLDEN / "gemma3_images.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def make_smollm2(gguf: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
@@ -145,5 +187,6 @@ if __name__ == "__main__":
     for variant, (model_type, variant_changes) in VARIANTS.items():
         make_tiny(variant, model_type, variant_changes)
     make_yarn()
+    make_gemma3_images()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

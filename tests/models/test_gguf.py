@@ -106,7 +106,7 @@ def gguf_tiny(tiny):
 
 def logits_of(params, config):
     tokens = jnp.arange(20, dtype=jnp.int32)
-    return forward(params, config, tokens, tokens, dense_attend(tokens), None)[0]
+    return forward(params, config, tokens, tokens, dense_attend(tokens, config=config), None)[0]
 
 
 def test_unpermute_undoes_llama_cpp():

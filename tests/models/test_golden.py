@@ -21,13 +21,13 @@ from models.transformer import forward
 from models.weights import assemble_params
 
 GOLDEN = Path(__file__).parent / "golden"
-TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_yarn")
+TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_yarn", "tiny_gemma3")
 
 
 def dense_logits(params, config, tokens):
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return forward(params, config, tokens, positions, dense_attend(positions), None)[0]
+    return forward(params, config, tokens, positions, dense_attend(positions, config=config), None)[0]
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -1,0 +1,60 @@
+"""What Gemma 3 adds to a Llama, and what its config.json files leave to transformers' defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.rope_scaling import is_positive
+
+# The second one also reads images; its text model, which is all that is loaded here, is the same.
+GEMMA3_ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+# What transformers takes where the file says nothing: those of 4B to 27B say little.
+GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
+    "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
+_OF_THE_WHOLE = ("architectures", "eos_token_id", "tie_word_embeddings")
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model of text and images with its `text_config` moved up; any other one as it is.
+
+    What describes the whole model stays (its architecture, its end tokens, whether its head is tied).
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    merged = {key: value for key, value in config.items() if key != "text_config"} | dict(text)
+    return merged | {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+
+
+def gemma3_problems(config: Mapping[str, Any]) -> list[str]:
+    """What of a Gemma 3 is not supported or wrong, layer types and RoPE aside."""
+    problems = [
+        f"{key}={config[key]!r}"
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        if config.get(key) is not None
+    ]
+    if config.get("use_bidirectional_attention"):
+        problems.append(f"use_bidirectional_attention={config['use_bidirectional_attention']!r}")
+    if config["hidden_activation"] != "gelu_pytorch_tanh":
+        problems.append(f"hidden_activation={config['hidden_activation']}")
+    if not is_positive(config["query_pre_attn_scalar"]):
+        problems.append(f"query_pre_attn_scalar={config['query_pre_attn_scalar']!r}")
+    return problems
+
+
+def gemma3_fields(hidden_size: int, query_scale: float) -> dict[str, Any]:
+    """Fields of ModelConfig that every Gemma 3 has, wherever its configuration was read."""
+    return {
+        "qk_norm": True,
+        "query_scale": query_scale,
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "embed_scale": float(hidden_size**0.5),
+        "gelu": True,
+    }

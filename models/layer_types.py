@@ -1,0 +1,68 @@
+"""Which layers have a sliding window, as the config.json files of several families say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+_TYPES = ("full_attention", "sliding_attention")
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 1
+
+
+def read_sliding_layers(
+    config: Mapping[str, Any], architecture: str
+) -> tuple[tuple[int, ...], int | None, list[str]]:
+    """(layers with the window, window, what is not supported or wrong) of a config.json with its defaults filled in.
+
+    `layer_types` says it for any architecture. Without it all layers of Mistral slide, of Qwen those from
+    `max_window_layers` on where `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th.
+    Without sliding layers the window is None. With problems the first two mean nothing.
+    """
+    layers, problems = _layers(config, architecture)
+    window = config.get("sliding_window")
+    if architecture.startswith("Qwen") and not config.get("use_sliding_window"):
+        window = None
+    if problems or not layers:
+        return (), None, problems
+    if not is_whole(window):
+        return (), None, [f"sliding layers with sliding_window={window!r}"]
+    return layers, window, []
+
+
+def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ...], list[str]]:
+    given = config.get("num_hidden_layers")
+    num_layers: int = given if is_whole(given) else 0  # what is wrong with it is said elsewhere
+    types = config.get("layer_types")
+    if types is not None:
+        return _of_types(types, num_layers)
+    if architecture == "MistralForCausalLM":
+        return () if config.get("sliding_window") is None else tuple(range(num_layers)), []
+    if architecture.startswith("Gemma3"):
+        # The second name is that of an attribute, which some versions of transformers saved.
+        names = ("sliding_window_pattern", "_sliding_window_pattern")
+        pattern = next((config[name] for name in names if config.get(name) is not None), 6)
+        if not is_whole(pattern):
+            return (), [f"sliding_window_pattern={pattern!r}"]
+        return tuple(i for i in range(num_layers) if (i + 1) % pattern), []
+    if not config.get("use_sliding_window"):
+        return (), []
+    if not architecture.startswith("Qwen"):
+        return (), ["use_sliding_window=true"]
+    first = config.get("max_window_layers", 28)
+    if first != 0 and not is_whole(first):
+        return (), [f"max_window_layers={first!r}"]
+    return () if config.get("sliding_window") is None else tuple(range(first, num_layers)), []
+
+
+def _of_types(types: Any, num_layers: int) -> tuple[tuple[int, ...], list[str]]:
+    if not isinstance(types, list):
+        return (), [f"layer_types={types!r}"]
+    unknown = sorted(set(map(str, types)) - set(_TYPES))
+    if unknown:
+        return (), [f"layers of {', '.join(unknown)}"]
+    if len(types) != num_layers:
+        return (), [f"layer_types of {len(types)} layers, num_hidden_layers of {num_layers}"]
+    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention"), []
