@@ -97,7 +97,7 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
     def append(cache: tj.Cache, new: Any) -> Any:
         rows = jnp.arange(len(new[0]))
         lengths = plan.lengths(cache.tokens[rows]) + cache.tail[rows, None]
-        slots = compress.Slots(rows, lengths)
+        slots = compress.Slots(rows, lengths, cache.tokens[rows] + cache.tail[rows])
         after = compress.append(plan, cache, slots, new)
         return (), after.replace(tail=cache.tail)
 

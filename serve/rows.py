@@ -16,16 +16,16 @@ class Rows:
         self, plan: CachePlan, count: int, max_stored: int, num_pages: int, device: RowOperations
     ) -> None:
         self._plan, self._device = plan, device
-        self.pages = PageBook(num_pages, plan.num_groups)
+        self.pages = PageBook(num_pages, plan.num_page_lists)
         self.sessions = SessionStore(max_stored)
         self.free = list(range(count))[::-1]
 
     def wanted(self, tokens: int, tail: int) -> np.ndarray:
-        """Pages of each group, i64[M]."""
+        """Pages of each page list of the plan, i64[...]."""
         return self._plan.group_pages(tokens, tail).astype(np.int64)
 
     def _shareable(self, state: RowState) -> np.ndarray:
-        return (self._plan.locked(state.compressed) // self._plan.page_size).astype(np.int64)
+        return self._plan.shared_group_pages(state.compressed).astype(np.int64)
 
     def copied_pages(self, state: RowState) -> int:
         return self.pages.fork_cost(state.holding, self._shareable(state))

@@ -3,6 +3,7 @@
 from tangram_jax.cache import Cache, fork, init_cache, release, reserve, rollback, trim
 from tangram_jax.plan import CachePlan, split_map
 from tangram_jax.profile import BudgetProfile
+from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 from tangram_jax.step import Chunk, Decode, decode_step, prefill_chunk, step
 
@@ -12,6 +13,7 @@ __all__ = [
     "CachePlan",
     "Chunk",
     "Decode",
+    "SlidingLayers",
     "decode_step",
     "fork",
     "get_scorer",

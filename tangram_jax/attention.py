@@ -62,7 +62,10 @@ def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callabl
                 for kv in (0, 1)
             )
         scores = scores_of(keys)
-        there = i * block + np.arange(block) < pages.lengths[..., None]  # [B, K, S]
+        entry = i * block + np.arange(block)
+        there = entry < pages.lengths[..., None]  # [B, K, S]
+        if pages.skip is not None:
+            there &= entry >= pages.skip[:, None, None]
         there = there.reshape(batch, heads, *(1,) * (scores.ndim - 3), block)
         # Where a head has no entry left, the block adds exp(NEVER - top) = 0, whatever lies in the page.
         return state.add(jnp.where(there, scores, NEVER), lambda w: weigh(w, values))
@@ -159,6 +162,54 @@ def chunk_attention(
         outs.append(out.reshape(tokens, group, head_dim))
         lses.append(lse.reshape(tokens, group))
     return jnp.stack(outs, 1), jnp.stack(lses, 1)
+
+
+class WindowAttention:
+    """A chunk's queries over the last tokens before the chunk and over the chunk, in layers with a sliding window.
+
+    On a GPU our kernel or cuDNN does it where they can, elsewhere XLA operations.
+    """
+
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, window: int, before: jax.Array, pool: jax.Array
+    ) -> None:
+        """q_shape (T, K, G, D); `before` i32[]: tokens of the row before the chunk."""
+        self._window, self._behind = window, jnp.minimum(before, window - 1)
+        self._on_gpu = None
+        if gpu_attention.chunk_supported(q_shape, dtype, pool):
+            self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool)
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """See `window_attention`."""
+        if self._on_gpu:
+            return self._on_gpu(q, k, v, scale)
+        return window_attention(q, k, v, self._behind, self._window, scale)
+
+
+def window_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, scale: float
+) -> jax.Array:
+    """A chunk's queries, each over the `window` last tokens up to its own, as XLA operations.
+
+    q [T, K, G, D]; k and v [window - 1 + T, K, D], where `behind` i32[] rows come before that of the first query
+    (`rings.with_history`) -> [T, K, G, D] in float32 or q's dtype. Rows past the chunk's valid tokens give finite values without meaning.
+    """
+    tokens, heads, group, head_dim = q.shape
+    outs = []
+    for head in range(heads):
+        parts = []
+        for start in range(0, tokens, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, tokens)
+            first = jnp.maximum(behind + start - (window - 1), 0)  # that any of these queries sees
+            size = min(stop - start + window - 1, k.shape[0])
+            keys, values = (lax.dynamic_slice_in_dim(x[:, head], first, size) for x in (k, v))
+            scores = _product(q[start:stop, head].reshape(-1, head_dim), keys.T) * scale
+            ahead = behind + np.repeat(np.arange(start, stop), group)[:, None] - first
+            distance = ahead - lax.iota(jnp.int32, size)
+            weights = jax.nn.softmax(jnp.where((distance >= 0) & (distance < window), scores, NEVER))
+            parts.append(_product(weights.astype(values.dtype), values))
+        outs.append(jnp.concatenate(parts).reshape(tokens, group, head_dim))
+    return jnp.stack(outs, 1)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

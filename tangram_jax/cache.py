@@ -3,7 +3,8 @@
 One pool serves all layers and groups. A request (or a stored session) is a row of the flat ragged table, with a fixed
 stretch of columns for each group. Two numbers say what a row holds: `tokens`, the count that has been compressed under
 the plan, and `tail`, how many came after and are kept whole; group m holds plan.lengths(tokens)[m] + tail entries. The
-last ones, min(window, length) + tail of them, are the most recent positions in order, the same for every head.
+last ones, min(window, length) + tail of them, are the most recent positions in order, the same for every head. The groups
+of sliding-window layers stand at the end of a row and keep rings instead (`rings.py`).
 
 The host never reads any of this back: it keeps the same two numbers and counts pages with the plan.
 """
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from tangram_jax.plan import MAX_TOKENS, CachePlan
+from tangram_jax.rings import SlidingLayers
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
 NO_PAGE = -1
@@ -37,7 +40,7 @@ class RowLayout:
 
     @property
     def first(self) -> np.ndarray:
-        """int32[M]: column of each group's first page."""
+        """int32[page lists]: column of each group's first page."""
         return np.concatenate([[0], np.cumsum(self.capacity)[:-1]]).astype(np.int32)
 
     @property
@@ -76,7 +79,9 @@ class Cache:
 def row_layout(plan: CachePlan, max_tokens: int, max_tail: int) -> RowLayout:
     """Columns for rows that hold up to `max_tokens` tokens, at most `max_tail` of them in the tail."""
     entries = np.minimum(plan.lengths(max_tokens) + max_tail, max_tokens)
-    return RowLayout(tuple(int(p) for p in -(-entries // plan.page_size)), max_tokens, max_tail)
+    rings = plan.group_pages(max_tokens)[plan.num_groups :]
+    pages = [*-(-entries // plan.page_size), *rings]
+    return RowLayout(tuple(int(p) for p in pages), max_tokens, max_tail)
 
 
 def init_cache(
@@ -95,12 +100,13 @@ def init_cache(
     tokens that a row keeps whole before they must be compressed; `dtype`: of the parameters, as the GPU kernels take
     16-bit pages of the activations' dtype alone. Raises ValueError when the plan is for another model.
     """
-    heads = (model_config.num_layers, model_config.num_kv_heads)
+    heads = (len(model_config.full_layers), model_config.num_kv_heads)
     if plan.group_of.shape != heads:
         raise ValueError(
             f"the profile has {plan.group_of.shape} (layers, KV heads), model {model_config.name} has {heads}: "
             "calibrate a profile for this model (python -m calibrate)"
         )
+    _check_rings(plan, model_config, max_tail)
     if max_tokens is None:
         max_tokens = min(model_config.max_positions, MAX_TOKENS)
     if not 1 <= max_tokens <= MAX_TOKENS or max_tail < 0:
@@ -122,6 +128,21 @@ def init_cache(
         tail=jnp.zeros(max_requests, jnp.int32),
         layout=layout,
     )
+
+
+def _check_rings(plan: CachePlan, model_config: Any, max_tail: int) -> None:
+    wanted = SlidingLayers.of(model_config)
+    rings = plan.rings
+    if (wanted and (wanted.count, wanted.window)) != (rings and (rings.layers, rings.window)):
+        raise ValueError(
+            f"the plan and model {model_config.name} do not have the same sliding-window layers: "
+            "build it with sliding=SlidingLayers.of(model_config)"
+        )
+    if rings and max_tail > rings.max_tail:
+        raise ValueError(
+            f"max_tail is {max_tail}, the plan's rings hold {rings.max_tail}: "
+            f"build it with sliding=SlidingLayers.of(model_config, {max_tail})"
+        )
 
 
 def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
@@ -202,7 +223,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     layout, size = cache.layout, plan.page_size
     pages = cache.table[src]
     held = pages != NO_PAGE
-    full = plan.locked(cache.tokens[src]) // size  # [M] shareable pages
+    full = plan.shared_group_pages(cache.tokens[src])
     shared = held & (layout.index < full[layout.group])
     enough = (held & ~shared).sum() <= cache.num_free
     shared &= enough
@@ -216,12 +237,28 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     )
     # The pages to copy lie together: at most this many of each group, from its first unshared page on.
     most = -(-(plan.window + layout.max_tail) // size) + 1
-    column = full[:, None] + np.arange(most)
-    inside = column < np.asarray(layout.capacity, np.int32)[:, None]
-    column = jnp.where(inside, layout.first[:, None] + column, 0).reshape(-1)
-    target = jnp.where(inside.reshape(-1) & (fresh[column] != NO_PAGE), fresh[column], cache.num_pages)
-    pool = cache.pool.at[target].set(cache.pool[pages[column]], mode="drop")
+    compressed = slice(0, plan.num_groups)
+    pool = _copy(cache.pool, layout, compressed, full, np.arange(most), pages, fresh)
+    if plan.rings:
+        rings = slice(plan.num_groups, None)
+
+        # One page of each ring at a time: all of them at once would be a copy of hundreds of megabytes.
+        def one(i: jax.Array, pool: jax.Array) -> jax.Array:
+            return _copy(pool, layout, rings, full, i[None], pages, fresh)
+
+        pool = lax.fori_loop(0, plan.rings.pages, one, pool)
     return replace(cache, pool=pool)
+
+
+def _copy(
+    pool: jax.Array, layout: RowLayout, groups: slice, first: Any, which: Any, src: jax.Array, dst: jax.Array
+) -> jax.Array:
+    """Copy pages first[m] + `which` i32[n] of each of the `groups` from row `src` i32[R] to `dst`, where that has any."""
+    column = first[groups, None] + which
+    inside = column < np.asarray(layout.capacity, np.int32)[groups, None]
+    column = jnp.where(inside, layout.first[groups, None] + column, 0).reshape(-1)
+    target = jnp.where(inside.reshape(-1) & (dst[column] != NO_PAGE), dst[column], pool.shape[0])
+    return pool.at[target].set(pool[src[column]], mode="drop")
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -21,6 +21,7 @@ from pallas_kernels import append as kernels
 from pallas_kernels import keep
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.plan import CachePlan
+from tangram_jax.rings import RingChunk, chunk_pages
 
 log = logging.getLogger("tangram")
 
@@ -74,8 +75,9 @@ def read_tail(plan: CachePlan, cache: Cache, row: jax.Array) -> jax.Array:
     capacity, layout = tail_capacity(plan, cache), cache.layout
     length = plan.lengths(cache.tokens[row]) + cache.tail[row]  # [M]
     entry = length[:, None] - capacity + np.arange(capacity)  # [M, W]
-    entry = jnp.clip(entry, 0, np.asarray(layout.capacity)[:, None] * plan.page_size - 1)
-    page = cache.table[row][layout.first[:, None] + entry // plan.page_size]
+    groups = slice(0, plan.num_groups)
+    entry = jnp.clip(entry, 0, np.asarray(layout.capacity)[groups, None] * plan.page_size - 1)
+    page = cache.table[row][layout.first[groups, None] + entry // plan.page_size]
     taken = cache.pool[page, :, :, entry % plan.page_size]  # [M, W, 2, Hp, D]
     return taken.transpose(2, 0, 3, 1, 4)
 
@@ -85,6 +87,7 @@ class Slots(NamedTuple):
 
     rows: Any  # i32[B]; a number of no row is an empty slot
     lengths: jax.Array  # i32[B, M], 0 in an empty slot
+    tokens: jax.Array  # i32[B]: tokens of each row, 0 in an empty slot
 
 
 class Counts(NamedTuple):
@@ -168,8 +171,9 @@ def write(
             (j < 0)[:, None], -1, source
         )  # the first page begins with locked entries: those stay
 
-        inside = page < np.asarray(layout.capacity)[:, None]
-        number = cache.table[row][jnp.where(inside, layout.first[:, None] + page, 0)]
+        groups = slice(0, plan.num_groups)
+        inside = page < np.asarray(layout.capacity)[groups, None]
+        number = cache.table[row][jnp.where(inside, layout.first[groups, None] + page, 0)]
         touched = inside & (page * size < length[:, None]) & (number != NO_PAGE)
         pages = jnp.where(touched, number, -1)
         chunk = slots - tail_kv.shape[3]
@@ -185,6 +189,22 @@ def write(
     )
 
 
+def write_rings(
+    plan: CachePlan, cache: Cache, chunk: RingChunk, keys: Sequence[jax.Array], values: Sequence[jax.Array]
+) -> Cache:
+    """Write the end of a chunk into the row's rings; `keys` and `values` of each sliding-window layer [T, K, D]."""
+    assert plan.rings
+    heads, size = plan.rings.head_at, keys[0].shape[0]
+    with jax.named_scope("write_rings"):
+        pages, rows = chunk_pages(plan.rings, chunk, size)
+        # All candidates lie in the chunk: the tail that the kernel knows is one row that nobody asks for.
+        tail = jnp.zeros((2, *heads.shape, 1, keys[0].shape[-1]), cache.pool.dtype)
+        source = jnp.broadcast_to(jnp.where(rows < 0, -1, rows + 1), (*heads.shape, len(rows)))
+        run = kernel_or(keep.write_pages, keep.write_pages_reference, "Writing rings")
+        pool = run(cache.pool, keys, values, tail, source=source, pages=pages, heads=heads, chunk=size)
+    return replace(cache, pool=pool)
+
+
 def append(
     plan: CachePlan,
     cache: Cache,
@@ -193,19 +213,24 @@ def append(
 ) -> Cache:
     """Write one token of every layer into the pages of its row and count it.
 
-    `new` of each layer [B, K, G + 2, D], keys and values last in a head. Empty slots and tokens beyond a row's capacity are
-    dropped.
+    `new` of each layer [B, K, G + 2, D], keys and values last in a head, sliding-window layers after the others. Empty
+    slots and tokens beyond a row's capacity are dropped.
     """
-    layout = cache.layout
+    layout, lengths, heads = cache.layout, slots.lengths, plan.head_at
+    if rings := plan.rings:
+        slot = (slots.tokens % rings.slots)[:, None]
+        lengths = jnp.concatenate([lengths, jnp.broadcast_to(slot, (len(slot), rings.num_groups))], axis=1)
+        in_rings = np.where(rings.head_at < 0, -1, plan.group_of.size + rings.head_at)
+        heads = np.concatenate([heads, in_rings])
     run = kernel_or(kernels.append, kernels.append_reference, "Appending")
     pool = run(
         cache.pool,
         new,
-        lengths=slots.lengths,
+        lengths=lengths,
         rows=slots.rows,
         table=cache.table,
         first=layout.first,
         capacity=np.asarray(layout.capacity, np.int32),
-        heads=plan.head_at,
+        heads=heads,
     )
     return replace(cache, pool=pool, tail=cache.tail.at[slots.rows].add(1, mode="drop"))

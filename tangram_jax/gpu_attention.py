@@ -72,6 +72,57 @@ class ChunkAttention:
         return chunk_prefill.chunk_prefill(q, k, v, self._pages.pool, self._plan.layer(layer), scale=scale)
 
 
+class WindowAttention:
+    """Our kernel over what `rings.with_history` gives, one plan for all layers; cuDNN where it does not apply."""
+
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, window: int, behind: jax.Array, pool: jax.Array
+    ) -> None:
+        """See `attention.WindowAttention`; `behind` i32[]: keys before that of the first query."""
+        self._window, self._behind, self._pool, self._plan = window, behind, pool, None
+        try:
+            check_one_device(pool)
+            chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
+        except NotImplementedError as reason:
+            log.warning("Chunk attention in a sliding window is left to cuDNN: %s", reason)
+            return
+        none = np.zeros(q_shape[1], np.int32)
+        self._plan = chunk_prefill.plan_chunk(
+            jnp.asarray(none)[None],
+            jnp.zeros((1, 1), jnp.int32),
+            none,
+            none,
+            q_shape=q_shape,
+            page_size=pool.shape[3],
+            window=window,
+            behind=behind[None],
+        ).layer(0)
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+        """See `attention.window_attention`."""
+        if self._plan is None:
+            return window_composition(q, k, v, self._behind, self._window, scale)
+        return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, scale=scale)[0]
+
+
+def window_composition(
+    q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, scale: float
+) -> jax.Array:
+    """See `attention.window_attention`. cuDNN has queries and keys in step: rows without a query come first."""
+    tokens, heads, group, head_dim = q.shape
+    rows = jnp.zeros((len(k), heads * group, head_dim), q.dtype)
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, q.reshape(tokens, heads * group, head_dim), behind, 0)
+    out = cudnn_attention(
+        rows[None],
+        k[None],
+        v[None],
+        scale=scale,
+        mask_type=MaskType.CAUSAL,
+        sliding_window_length=window,
+    )
+    return jax.lax.dynamic_slice_in_dim(out[0], behind, tokens, 0).reshape(q.shape)
+
+
 def chunk_composition(
     q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -148,6 +199,7 @@ class DecodeKernel:
             page_size=pool.shape[3],
             num_layers=lengths.shape[1],
             rows=jnp.minimum(pages.rows, pages.table.shape[0] - 1),
+            skip=pages.skip,
         )
 
     def __call__(self, layer: int, qkv: jax.Array, scale: float) -> jax.Array:

@@ -16,6 +16,7 @@ class LayerPages(NamedTuple):
     lengths: jax.Array  # i32[B, K]: entries of each KV head
     first: np.ndarray  # i32[K]: column of the table where the pages of each head's group begin
     column: np.ndarray  # i32[K]: each head's column in a page
+    skip: jax.Array | None = None  # i32[B]: entries at the front of every head that are out of sight
 
 
 class StepPages(NamedTuple):
@@ -27,8 +28,13 @@ class StepPages(NamedTuple):
     lengths: jax.Array  # i32[B, L, K]: entries of each KV head
     first: np.ndarray  # i32[L, K]
     column: np.ndarray  # i32[L, K]
+    skip: jax.Array | None = (
+        None  # i32[B]: entries at the front of every head that are out of sight, less than a page
+    )
 
     def of_layer(self, layer: int) -> LayerPages:
         """With the table rows of the requests alone."""
         table = self.table.at[self.rows].get(mode="clip")
-        return LayerPages(self.pool, table, self.lengths[:, layer], self.first[layer], self.column[layer])
+        return LayerPages(
+            self.pool, table, self.lengths[:, layer], self.first[layer], self.column[layer], self.skip
+        )

@@ -7,9 +7,11 @@ many entries each group holds as a function of the token count alone (invariant 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from tangram_jax.profile import BudgetProfile
+from tangram_jax.rings import Rings, SlidingLayers
 
 Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS: tuple[Cluster, ...] = ("layer", "model", "adjacent")
@@ -35,7 +37,10 @@ def kept_entries(budget_ppm: Any, tokens: Any, min_entries: int = 0) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachePlan:
-    """The static layout of the compressed cache of one model under one profile. Hashed by identity: build it once."""
+    """The static layout of the compressed cache of one model under one profile. Hashed by identity: build it once.
+
+    L counts the layers whose cache is compressed: all but sliding-window layers, which keep rings (`rings`).
+    """
 
     profile: BudgetProfile
     heads_per_page: int  # Hp
@@ -48,6 +53,7 @@ class CachePlan:
     column_of: np.ndarray  # int32[L, K]
     group_budgets: np.ndarray  # f32[M], the largest budget in each group
     group_ppm: np.ndarray  # int32[M], group_budgets in parts per million
+    rings: Rings | None = None  # their groups follow the M compressed ones in a row of the cache's table
 
     @classmethod
     def build(
@@ -60,14 +66,16 @@ class CachePlan:
         sinks: int = 4,
         window: int = 32,
         min_entries: int | None = None,
+        sliding: SlidingLayers | None = None,
     ) -> "CachePlan":
         """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
 
         `cluster`: "layer" sorts the heads of each layer, "model" all heads of all layers together, "adjacent" takes
         them as they come. Where the heads do not divide evenly, the group of the smallest budgets (or the last one,
         for "adjacent") has empty columns. `min_entries` is `sinks + window` if None: with fewer, a group that is still
-        as small as the window at the end of a chunk loses the first positions for good. Raises ValueError on values out
-        of range.
+        as small as the window at the end of a chunk loses the first positions for good. `sliding`: the model's
+        sliding-window layers (`SlidingLayers.of(config)`), for which the profile has no rows. Raises ValueError on values
+        out of range.
         """
         min_entries = sinks + window if min_entries is None else min_entries
         if cluster not in CLUSTERS:
@@ -111,12 +119,18 @@ class CachePlan:
             column_of=column_of.reshape(layers, heads),
             group_budgets=group_budgets,
             group_ppm=np.rint(group_budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32),
+            rings=Rings.build(sliding, heads, heads_per_page, page_size, int(window)) if sliding else None,
         )
 
     @property
     def num_groups(self) -> int:
-        """M, over all layers."""
+        """M, over all compressed layers."""
         return len(self.group_ppm)
+
+    @property
+    def num_page_lists(self) -> int:
+        """Groups with pages of their own: the M compressed ones, then those of the rings."""
+        return self.num_groups + (self.rings.num_groups if self.rings else 0)
 
     @property
     def head_at(self) -> np.ndarray:
@@ -144,8 +158,24 @@ class CachePlan:
         return (lengths - self.window) * (lengths > self.window)
 
     def group_pages(self, tokens: Any, tail: Any = 0) -> Any:
-        """Pages of each group for `tokens` under the plan's law and `tail` more kept whole: int32[..., M]."""
-        return -(-(self.lengths(tokens) + tail) // self.page_size)
+        """Pages of each page list for `tokens` under the plan's law and `tail` more kept whole: int32[...].
+
+        `tokens` and `tail` are scalars; a tail may be negative, after a rollback.
+        """
+        compressed = -(-(self.lengths(tokens) + tail) // self.page_size)
+        if not self.rings:
+            return compressed
+        xp: Any = np if isinstance(compressed, np.ndarray) else jnp
+        ring = xp.full(self.rings.num_groups, self.rings.group_pages(tokens + tail), compressed.dtype)
+        return xp.concatenate([compressed, ring])
+
+    def shared_group_pages(self, tokens: Any) -> Any:
+        """Of those, what a fork shares instead of copying: the full locked ones, int32[...]. Rings are copied."""
+        full = self.locked(tokens) // self.page_size
+        if not self.rings:
+            return full
+        xp: Any = np if isinstance(full, np.ndarray) else jnp
+        return xp.concatenate([full, xp.zeros(self.rings.num_groups, full.dtype)])
 
     def pages(self, tokens: int, tail: int = 0) -> int:
         """Pages that a request owns after `tokens` prompt tokens, with room for `tail` generated ones kept whole."""
@@ -153,10 +183,10 @@ class CachePlan:
 
     def shared_pages(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens that a fork shares instead of copying: the full locked ones."""
-        return int((self.locked(tokens) // self.page_size).sum())
+        return int(self.shared_group_pages(tokens).sum())
 
     def entries(self, tokens: int) -> int:
-        """Head entries in use (over all heads and layers) after `tokens` tokens, group effect included."""
+        """Head entries in use (over all heads of compressed layers) after `tokens` tokens, group effect included."""
         heads = np.bincount(self.group_of.reshape(-1), minlength=self.num_groups)
         return int((self.lengths(tokens).astype(np.int64) * heads).sum())
 

@@ -13,13 +13,10 @@ from jax import lax
 
 from models.config import ModelConfig
 from models.transformer import forward
-from tangram_jax.attention import ChunkAttention, DecodeAttention
 from tangram_jax.cache import Cache
-from tangram_jax.chunk_scores import ChunkScores
-from tangram_jax.compress import Candidates, Slots, append, candidates, read_tail, select, write
-from tangram_jax.pages import StepPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
+from tangram_jax.step_layers import ChunkLayers, DecodeLayers
 
 
 class Chunk(NamedTuple):
@@ -63,55 +60,30 @@ def step(
         decode = Decode(jnp.append(decode.rows, cache.num_rows), jnp.append(decode.tokens, 0))
     tokens, positions, logits_at = _flatten(cache, chunk, decode, all_logits)
     size = 0 if chunk is None else chunk.tokens.shape[0]
-    before = _chunk_state(plan, cache, chunk) if chunk else None
-    slots = _decode_state(plan, cache, decode) if decode else None
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
-    if before:
-        pages = _step_pages(plan, cache, before.row[None], before.lengths[None])
-        chunk_attention = ChunkAttention((size, *heads), dtype, pages)
-    if slots:
-        pages = _step_pages(plan, cache, slots.rows, slots.lengths)
-        decode_attention = DecodeAttention((len(slots.rows), *heads), dtype, pages)
-
-    kept: list[tuple[jax.Array, jax.Array]] = []  # per layer: the chunk's keys and values
-    new: list[jax.Array] = []  # per layer: qkv of the decode tokens
-    scores = ChunkScores(plan, config, scorer, before.what, before.tail_kv) if before else None
-
-    def finite(x: jax.Array) -> jax.Array:
-        # What attention masks it still multiplies, by zero: a NaN in the pool would be in other requests' outputs.
-        return jnp.where(jnp.isfinite(x.astype(cache.pool.dtype)), x, 0)
+    of_chunk = ChunkLayers(plan, config, scorer, cache, chunk, dtype) if chunk else None
+    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype) if decode else None
 
     def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         by_head = q.reshape(q.shape[0], *heads)
         out = []
-        if before and scores:
-            chunk_k, chunk_v = finite(k[:size]), finite(v[:size])
-            kept.append((chunk_k, chunk_v))
-            attended, lse = chunk_attention(layer, by_head[:size], chunk_k, chunk_v, config.attention_scale)
-            out.append(attended)
-            with jax.named_scope("score"):
-                scores.add(layer, q[:size], chunk_k, chunk_v, lse.reshape(size, config.num_heads))
-        if slots:
-            # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
-            new_kv = (finite(x[size:])[:, :, None] for x in (k, v))
-            qkv = jnp.concatenate([by_head[size:], *new_kv], axis=2)
-            new.append(qkv)
-            out.append(decode_attention(layer, qkv, config.attention_scale))
+        if of_chunk:
+            out.append(of_chunk(layer, by_head[:size], k[:size], v[:size]))
+        if of_decode:
+            out.append(of_decode(layer, by_head[size:], k[size:], v[size:]))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
+    kept = of_chunk.kept if of_chunk else []
+    new = of_decode.new if of_decode else []
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, new, logits = lax.optimization_barrier((kept, new, logits))
-    if before and scores:
-        keys, values = [k for k, _ in kept], [v for _, v in kept]
-        with jax.named_scope("keep"):
-            order = select(plan, cache, before.what, scores.result())
-            cache = write(plan, cache, before.what, order, before.tail_kv, keys, values)
-    if slots:
-        with jax.named_scope("append"):
-            cache = append(plan, cache, slots, new)
+    if of_chunk:
+        cache = of_chunk.write(cache, kept)
+    if of_decode:
+        cache = of_decode.append(cache, new)
     return logits[:1] if alone else logits, cache
 
 
@@ -154,46 +126,6 @@ def decode_step(
 
 
 _NO_SCORER: Any = None
-
-
-def _step_pages(plan: CachePlan, cache: Cache, rows: jax.Array, lengths: jax.Array) -> StepPages:
-    """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
-    return StepPages(
-        cache.pool,
-        cache.table,
-        rows,
-        lengths[:, plan.group_of],
-        cache.layout.first[plan.group_of],
-        plan.column_of,
-    )
-
-
-class _ChunkState(NamedTuple):
-    row: jax.Array  # i32[]
-    lengths: jax.Array  # i32[M]
-    what: Candidates
-    tail_kv: jax.Array  # [2, M, Hp, W, D]
-
-
-def _decode_state(plan: CachePlan, cache: Cache, decode: Decode) -> Slots:
-    tokens = cache.tokens.at[decode.rows].get(mode="fill", fill_value=0)
-    tail = cache.tail.at[decode.rows].get(mode="fill", fill_value=0)
-    there = (decode.rows < cache.num_rows)[:, None]
-    return Slots(
-        rows=decode.rows,
-        lengths=jnp.where(there, plan.lengths(tokens) + tail[:, None], 0),
-    )
-
-
-def _chunk_state(plan: CachePlan, cache: Cache, chunk: Chunk) -> _ChunkState:
-    size = chunk.tokens.shape[0]
-    what = candidates(plan, cache, chunk.row, size, chunk.valid)
-    return _ChunkState(
-        row=jnp.asarray(chunk.row),
-        lengths=plan.lengths(cache.tokens[chunk.row]) + cache.tail[chunk.row],
-        what=what,
-        tail_kv=read_tail(plan, cache, chunk.row),
-    )
 
 
 def _flatten(

@@ -38,7 +38,7 @@ def chunk_prefill(
 
     Args:
       q: [T, K, G, D] queries after RoPE, bfloat16 or float16.
-      k, v: [T, K, D] keys and values of the chunk, of the same dtype.
+      k, v: [T, K, D] keys and values of the chunk, of the same dtype; more rows where the plan has keys before the queries.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
       plan: of this layer, `plan_chunk(...).layer(index)`, with the same q_shape and tuning: where the requests begin, where
         their history is, the window.
@@ -72,6 +72,8 @@ def plan_chunk(
     sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
+    behind: jax.Array | np.ndarray | None = None,
+    key_starts: jax.Array | np.ndarray | None = None,
     tuning: Tuning = DEFAULT,
 ) -> ChunkPlan:
     """See `plan.plan_chunk`; the sizes of tiles and steps follow from q_shape (T, K, G, D) and the tuning."""
@@ -79,5 +81,6 @@ def plan_chunk(
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),
-        num_layers=num_layers, starts=starts, sizes=sizes, rows=rows, window=window, num_ctas=tuning.ctas(),
+        num_layers=num_layers, starts=starts, sizes=sizes, rows=rows, window=window,
+        behind=behind, key_starts=key_starts, num_ctas=tuning.ctas(),
     )  # fmt: skip

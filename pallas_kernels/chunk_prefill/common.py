@@ -136,6 +136,7 @@ class Tile(NamedTuple):
     history_first: Any
     part: Any
     pieces: Any
+    at: Any
 
     def block(self, cfg: Config, j: Any) -> tuple[Any, Any]:
         """Whether the tile's j-th block is history, and its first entry in the history or in the chunk."""

@@ -65,7 +65,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
     def one_tile(n: Any, done: Any) -> Any:
         tile = tile_of(cfg, refs, cta, n)
         place = cfg.place(wg)
-        first = tile.row - tile.segment + place.position
+        first = tile.at + place.position
         work = Products(cfg, refs, wg, tile.masked + tile.free, done)
 
         def soften(masked: bool, j: Any, s: Any, m: Any, norm: Any) -> tuple[Any, ...]:

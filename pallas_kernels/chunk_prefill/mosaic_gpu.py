@@ -49,7 +49,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         rows = _packed(q, plan, tuning)
     else:
         rows = jnp.pad(q.reshape(tokens, heads * group, head_dim), ((0, more), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (k, v))
+    k, v = (jnp.pad(x, ((0, -len(x) % ALIGN), (0, 0), (0, 0))) for x in (k, v))
     num_ctas = min(tuning.ctas(), plan.tiles.shape[1])
     columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.stride * heads, num_ctas)
     config = Config(

@@ -22,7 +22,7 @@ from pallas_kernels.layered_plan import LayeredPlan
 # Columns of `ChunkPlan.tiles`
 ROW, END, SEGMENT, HEAD = range(
     4
-)  # first query row, the row after its request's last, the request's first row
+)  # first query row, the row after its request's last, the first row of the request's own keys
 LENGTH, OFFSET, COLUMN = range(
     4, 7
 )  # of the head's history: entries, place in the flat tables, column in the page
@@ -33,7 +33,8 @@ HISTORY_FIRST = 13  # the first block of the history without a mask
 # is one of them; PART: where the tile or piece leaves its result. Modulo `stride` it is the number of the tile's block
 # of queries.
 PART, PIECES = 14, 15
-TILE_COLUMNS = 16
+AT = 16  # own keys of the request that come before the tile's first query
+TILE_COLUMNS = 17
 # Columns of `ChunkPlan.merges`: a head whose history is cut, the PART of its first piece over `stride`, how many there are.
 # Row 0 holds the number of such heads, whose rows follow.
 MERGE_HEAD, MERGE_FIRST, MERGE_PIECES = range(3)
@@ -66,6 +67,8 @@ class ChunkPlan(LayeredPlan):
     table: jax.Array  # i32[rows * R], the same for all layers
     starts: jax.Array  # i32[B]
     sizes: jax.Array  # i32[B]
+    behind: jax.Array  # i32[B]
+    key_starts: jax.Array  # i32[B]
     merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
     sync: (
         jax.Array
@@ -95,6 +98,8 @@ def plan_chunk(
     sizes: jax.Array | np.ndarray | None = None,
     rows: jax.Array | None = None,
     window: int | None = None,
+    behind: jax.Array | np.ndarray | None = None,
+    key_starts: jax.Array | np.ndarray | None = None,
     num_ctas: int = 132,
 ) -> ChunkPlan:
     """Divides the attention of a chunk, for all layers at once.
@@ -111,13 +116,16 @@ def plan_chunk(
       starts: i32[B] row where each request's tokens begin, a multiple of 8; increasing.
       sizes: i32[B] tokens of each request. Without both: B requests of equal size, one after the other.
       rows: i32[B] table row of each request; `arange(B)` if None.
-      window: a query sees the `window` last tokens of its chunk, itself included. All of the history is visible.
+      window: a query sees the `window` last of its request's own keys, itself included. All of the history is visible.
+      behind: i32[B] own keys of each request that come before its first query's: what a window still shows of earlier
+        tokens, in order of positions. None: none.
+      key_starts: i32[B] row where each request's own keys begin, a multiple of 8; `starts` if None.
       num_ctas: CTAs that share the work.
     """
     batch, all_heads = lengths.shape
     if all_heads % num_layers:
         raise ValueError(f"{all_heads} heads do not divide into {num_layers} layers")
-    own = _own_blocks(batch, num_tokens, positions, block, window, starts, sizes)
+    own = _own_blocks(batch, num_tokens, positions, block, window, starts, sizes, behind, key_starts)
     table_row = jnp.arange(batch, dtype=i32) if rows is None else rows.astype(i32)
 
     def by_layer(x: jax.Array) -> jax.Array:  # [B, H] -> [L, B, K]
@@ -142,6 +150,8 @@ def plan_chunk(
         table=table.reshape(-1),
         starts=jnp.asarray(own.starts),
         sizes=jnp.asarray(own.sizes),
+        behind=jnp.asarray(own.behind),
+        key_starts=jnp.asarray(own.key_starts),
         sync=jnp.broadcast_to(zero, (num_layers, own.blocks * length.shape[2], SYNC_COLUMNS)),
         heads=jnp.stack([length, offset, column], axis=-1),
         block_rows=jnp.asarray(own.row),
@@ -198,6 +208,7 @@ def _tiles(
         HISTORY_FIRST: pieces.cut[None],
         PART: (most + np.arange(heads, dtype=np.int32)[None]) * blocks + number,
         PIECES: pieces.count[None],
+        AT: own.at[:, None],
     }
     tiles = _stack(values, (blocks, heads))
     front, cut_rows = jnp.zeros((0, TILE_COLUMNS), i32), i32(0)
@@ -221,11 +232,14 @@ class _Own(NamedTuple):
     count: Any  # how many there are
     starts: Any  # i32[B]
     sizes: Any  # i32[B]
+    behind: Any  # i32[B]
+    key_starts: Any  # i32[B]
     request: Any
     there: Any
     row: Any
     end: Any
     segment: Any
+    at: Any  # own keys of the request before the block's first query
     masked: Any  # blocks of the chunk with a mask
     free: Any  # and without
     diagonal: Any  # the former on the diagonal
@@ -244,25 +258,38 @@ class _Own(NamedTuple):
 
 
 def _own_blocks(
-    batch: int, num_tokens: int, positions: int, block: int, window: int | None, starts: Any, sizes: Any
+    batch: int,
+    num_tokens: int,
+    positions: int,
+    block: int,
+    window: int | None,
+    starts: Any,
+    sizes: Any,
+    behind: Any,
+    key_starts: Any,
 ) -> _Own:
     xp: Any = jnp
-    if known := starts is None or sizes is None:
+    known = behind is None and (starts is None or sizes is None)
+    if starts is None or sizes is None:
         if num_tokens % batch or (batch > 1 and num_tokens // batch % ALIGN):
             raise ValueError(
                 f"{num_tokens} rows are no {batch} requests of a multiple of {ALIGN}: give starts and sizes"
             )
         starts = np.arange(batch, dtype=np.int32) * (num_tokens // batch)
         sizes = np.full(batch, num_tokens // batch, np.int32)
-        xp = np
-    starts, sizes = xp.asarray(starts, i32), xp.asarray(sizes, i32)
+        xp = np if known else jnp
+    behind = np.zeros(batch, np.int32) if behind is None else behind
+    key_starts = starts if key_starts is None else key_starts
+    starts, sizes, behind, key_starts = (xp.asarray(x, i32) for x in (starts, sizes, behind, key_starts))
     per_request = -(-sizes // positions)  # the last one may be partial
     stop = xp.cumsum(per_request, dtype=i32)
     blocks = int(stop[-1]) if known else -(-num_tokens // positions) + batch - 1
     number = np.arange(blocks, dtype=np.int32)
     request = xp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
-    segment = starts[request]
-    at = (number - (stop - per_request)[request]) * positions  # of the block's first query within its request
+    row = (
+        number - (stop - per_request)[request]
+    ) * positions  # of the block's first query within its request
+    at = row + behind[request]
     until = at + positions - 1
     partly = (at + 1) // block  # the first block of the chunk that some query sees in part
     first = first_free = xp.zeros_like(at)
@@ -276,11 +303,14 @@ def _own_blocks(
         count=stop[-1],
         starts=starts,
         sizes=sizes,
+        behind=behind,
+        key_starts=key_starts,
         request=request,
         there=number < stop[-1],
-        row=segment + at,
-        end=segment + sizes[request],
-        segment=segment,
+        row=starts[request] + row,
+        end=(starts + sizes)[request],
+        segment=key_starts[request],
+        at=at,
         masked=diagonal + first_free - first,
         free=partly - first_free,
         diagonal=diagonal,

@@ -34,12 +34,17 @@ def chunk_prefill_reference(
     kv = jnp.moveaxis(pool[pages, :, column[..., None]], 3, 0).astype(jnp.float32)  # [2, B, K, pages, P, D]
     kv = kv.reshape(2, batch, heads, num_pages * page, -1)
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-    row = np.arange(tokens)
-    inside = (row >= plan.starts[:, None]) & (row < (plan.starts + plan.sizes)[:, None])  # [B, T]
-    causal = row[:, None] >= row[None]
+    row, key = np.arange(tokens), np.arange(len(k))
+    starts, sizes, behind, key_starts = (
+        x[:, None] for x in (plan.starts, plan.sizes, plan.behind, plan.key_starts)
+    )
+    inside = (row >= starts) & (row < starts + sizes)  # [B, T]
+    own = (key >= key_starts) & (key < key_starts + behind + sizes)  # [B, keys]
+    distance = (row - starts + behind)[:, :, None] - (key - key_starts)[:, None]
+    seen = distance >= 0
     if plan.window is not None:
-        causal &= row[:, None] - row[None] < plan.window
-    chunk_mask = jnp.asarray(inside[:, :, None] & inside[:, None, :] & causal)  # [B, T, T]
+        seen &= distance < plan.window
+    chunk_mask = jnp.asarray(inside[:, :, None] & own[:, None, :] & seen)  # [B, T, keys]
     history_mask = (jnp.arange(num_pages * page) < length[..., None])[:, :, None] & inside[:, None, :, None]
 
     def logits(
@@ -50,9 +55,9 @@ def chunk_prefill_reference(
             x = soft_cap * jnp.tanh(x / soft_cap)
         return jnp.where(mask.swapaxes(1, 2)[:, :, :, None], x, -jnp.inf)
 
-    own_mask = jnp.broadcast_to(chunk_mask[:, None], (batch, heads, tokens, tokens))
+    own_mask = jnp.broadcast_to(chunk_mask[:, None], (batch, heads, tokens, len(k)))
     own_keys, own_values = (
-        jnp.broadcast_to(x.swapaxes(0, 1), (batch, heads, tokens, x.shape[-1])) for x in (k32, v32)
+        jnp.broadcast_to(x.swapaxes(0, 1), (batch, heads, len(k), x.shape[-1])) for x in (k32, v32)
     )
     x = jnp.concatenate([logits(kv[0], history_mask), logits(own_keys, own_mask)], axis=-1)
     lse = jax.nn.logsumexp(x, axis=-1)  # [B, T, K, G]; -inf where the row is not the request's

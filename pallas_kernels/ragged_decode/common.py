@@ -28,6 +28,7 @@ class Config:
     soft_cap: float | None
     has_sinks: bool
     has_new: bool
+    skips: bool
     fused: bool
     interpreted: bool
     tuning: Tuning
@@ -73,6 +74,7 @@ class Item(NamedTuple):
     stop: Any
     length: Any  # entries
     number: Any  # b * K + k
+    skip: Any = 0  # entries at its front that are out of sight
 
     def piece(self, cfg: Config, start: Any, end: Any) -> tuple[Any, Any, Any]:
         """First entry of the piece, the entry after its last, its tiles."""

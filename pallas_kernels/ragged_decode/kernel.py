@@ -73,6 +73,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
     hand_to, first_share, num_empty = (
         refs.share[layer, cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY)
     )
+    skip = refs.share[layer, cta, P.SKIP] if cfg.skips else i32(0)
     tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
     slots = i32(cfg.slots)
 
@@ -101,6 +102,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
             begin, length, number = (
                 refs.item[layer, before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
             )
+            skip = refs.item[layer, before, P.ITEM_SKIP] if cfg.skips else i32(0)
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
             refs.q_s.transpose((1, 0))[...] = q
@@ -114,7 +116,11 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 s = _product(tile_shape, refs.kv_s.at[k], refs.q_s.transpose((1, 0)))
                 plgpu.barrier_arrive(refs.free.at[k])
                 entry = plgpu.broadcasted_iota(i32, tile_shape, 0, layout=WGMMA)
-                s = jnp.where(entry < limit - base - t * cfg.block, _logits(cfg, s), LOW)
+                at = base + t * cfg.block
+                seen = entry < limit - at
+                if cfg.skips:
+                    seen &= entry >= item.skip - at
+                s = jnp.where(seen, _logits(cfg, s), LOW)
                 m = jnp.maximum(m_old, s.max(axis=0))
                 fade = jnp.exp2(m_old - m)
                 p = jnp.exp2(s - _spread(m, tile_shape))
@@ -145,9 +151,9 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 def _() -> None:
                     _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
 
-            return done + tiles, Item(begin, item.begin, length, number), next_q
+            return done + tiles, Item(begin, item.begin, length, number, skip), next_q
 
-        init = (i32(0), Item(begin, stop, length, number), _read_queries(cfg, refs, number))
+        init = (i32(0), Item(begin, stop, length, number, skip), _read_queries(cfg, refs, number))
         lax.fori_loop(0, last - first + 1, one_item, init)
 
 

@@ -30,13 +30,14 @@ HAND_TO, FIRST_SHARE = range(
     10, 12
 )  # the share where the last item ends, the share where the first item begins
 EMPTY = 12  # number of items that hold nothing
+SKIP = 13  # of the last item
 FIRST_PAGES, MAX_FIRST_PAGES = 16, 16
 SHARE_COLUMNS = FIRST_PAGES + MAX_FIRST_PAGES
-# Columns of `DecodePlan.items`. The first five speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
+# Columns of `DecodePlan.items`. The first six speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
 # the others. NUMBER is the item's place in the batch, b * K + k.
-ITEM_BEGIN, ITEM_LENGTH, ITEM_OFFSET, ITEM_COLUMN, ITEM_NUMBER, ITEM_EMPTY = range(6)
+ITEM_BEGIN, ITEM_LENGTH, ITEM_OFFSET, ITEM_COLUMN, ITEM_NUMBER, ITEM_SKIP, ITEM_EMPTY = range(7)
 ITEM_COLUMNS = 8
-HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN = range(3)  # columns of `DecodePlan.heads`
+HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN, HEAD_SKIP = range(4)  # columns of `DecodePlan.heads`
 SYNC_STRIDE = 8  # one counter per 32 bytes
 
 
@@ -47,12 +48,13 @@ class DecodePlan(LayeredPlan):
 
     shares: jax.Array  # i32[L, W, SHARE_COLUMNS]
     items: jax.Array  # i32[L, B * K + 1, ITEM_COLUMNS]
-    heads: jax.Array  # i32[L, B * K, 3], in the batch's order, for the reference
+    heads: jax.Array  # i32[L, B * K, 4], in the batch's order, for the reference
     # Zero between kernels: the kernel counts in it and leaves it at zero.
     sync: jax.Array  # i32[L, W, SYNC_STRIDE]
     table: jax.Array  # i32[rows, R], the same for all layers
     page_size: int = dataclasses.field(metadata={"static": True})
     unit: int = dataclasses.field(metadata={"static": True})
+    skips: bool = dataclasses.field(metadata={"static": True})  # whether items may begin out of sight
 
     @property
     def num_shares(self) -> int:
@@ -73,6 +75,7 @@ def plan_decode(
     page_size: int,
     num_layers: int = 1,
     rows: jax.Array | None = None,
+    skip: jax.Array | None = None,
     num_shares: int | None = None,
     splits: int | Sequence[int] | np.ndarray | None = None,
     borders: jax.Array | None = None,
@@ -88,6 +91,8 @@ def plan_decode(
       page_size: entries in a page.
       num_layers: L.
       rows: i32[B] table row of each request; `arange(B)` if None.
+      skip: i32[B] entries at the front of every head of a request that are out of sight (a sliding window that begins
+        within a page), less than a page and than the lengths.
       num_shares: equal shares to make, by default one per SM.
       splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
       borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total; shares that
@@ -112,6 +117,8 @@ def plan_decode(
     table_row = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, jnp.int32)[None])
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
+    skips = jnp.zeros(batch, jnp.int32) if skip is None else skip.astype(jnp.int32)
+    skips = by_layer(jnp.broadcast_to(skips[:, None], (batch, heads)))
     units = -(-length // unit)
     if borders is None and splits is None:
         borders = _equal_borders(units.sum(axis=1), num_sms() if num_shares is None else num_shares)
@@ -119,7 +126,7 @@ def plan_decode(
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
     assert borders is not None
-    items = _pack_items(units, length, offset, columns)
+    items = _pack_items(units, length, offset, columns, skips)
     shares = _describe_shares(borders, items, num_empty=(units == 0).sum(axis=1, dtype=jnp.int32))
     shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
     # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
@@ -127,12 +134,13 @@ def plan_decode(
     return DecodePlan(
         shares=shares,
         items=items,
-        heads=jnp.stack([length, offset, columns], axis=-1),
+        heads=jnp.stack([length, offset, columns, skips], axis=-1),
         sync=jnp.broadcast_to(zero, (num_layers, shares.shape[1], SYNC_STRIDE)),
         table=table,
         index=None,
         page_size=page_size,
         unit=unit,
+        skips=skip is not None,
     )
 
 
@@ -145,13 +153,15 @@ def _first_pages(shares: jax.Array, table: jax.Array, page_size: int, unit: int)
     return table.reshape(-1)[jnp.clip(shares[..., OFFSET, None] + at, 0, table.size - 1)].astype(jnp.int32)
 
 
-def _pack_items(units: jax.Array, length: jax.Array, offset: jax.Array, columns: jax.Array) -> jax.Array:
+def _pack_items(
+    units: jax.Array, length: jax.Array, offset: jax.Array, columns: jax.Array, skips: jax.Array
+) -> jax.Array:
     """i32[L, items + 1, ITEM_COLUMNS]; rows after the last item that holds entries begin at the total."""
     num_layers, num_items = units.shape
     full = units > 0
     begin = jnp.cumsum(units, axis=1, dtype=jnp.int32) - units
     number = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
-    rows = jnp.stack([begin, length, offset, columns, number], axis=-1)
+    rows = jnp.stack([begin, length, offset, columns, number, skips], axis=-1)
     packed = jnp.zeros((num_layers, num_items + 1, ITEM_COLUMNS), jnp.int32)
     packed = packed.at[:, :, ITEM_BEGIN].set(units.sum(axis=1, dtype=jnp.int32)[:, None])
     layer = jnp.arange(num_layers)[:, None]
@@ -195,6 +205,7 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
         HAND_TO: find(borders, stop - 1),
         FIRST_SHARE: find(borders, of_item(ITEM_BEGIN, first)),
         EMPTY: jnp.broadcast_to(num_empty[:, None], start.shape),
+        SKIP: of_item(ITEM_SKIP, last),
     }
     zero = jnp.zeros_like(start)
     return jnp.stack([values.get(column, zero) for column in range(FIRST_PAGES)], axis=-1).astype(jnp.int32)

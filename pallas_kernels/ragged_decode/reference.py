@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_decode.plan import HEAD_COLUMN, HEAD_LENGTH, HEAD_OFFSET, DecodePlan
+from pallas_kernels.ragged_decode.plan import HEAD_COLUMN, HEAD_LENGTH, HEAD_OFFSET, HEAD_SKIP, DecodePlan
 
 
 def ragged_decode_reference(
@@ -35,7 +35,8 @@ def ragged_decode_reference(
     pages = jnp.where(at < -(-length[..., None] // page), pages, 0)
     kv = pool[pages, :, column[..., None]]  # [B, K, pages, 2, P, D]
     kv = jnp.moveaxis(kv, 3, 0).reshape(2, batch, kv_heads, num_pages * page, head_dim).astype(jnp.float32)
-    visible = jnp.arange(num_pages * page) < length[..., None]
+    entry = jnp.arange(num_pages * page)
+    visible = (entry < length[..., None]) & (entry >= heads[..., HEAD_SKIP, None])
     keys, values = kv[0], jnp.where(visible[..., None], kv[1], 0.0)
     if new is not None:
         keys = jnp.concatenate([keys, new[:, :, :1]], axis=2)

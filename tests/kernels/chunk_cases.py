@@ -24,6 +24,8 @@ class Case:
     scale: float
     soft_cap: float | None
     window: int | None
+    behind: np.ndarray | None = None  # [B]
+    key_starts: np.ndarray | None = None
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Dense attention in float64, head by head. Rows of no request: 0 and -inf."""
@@ -34,14 +36,17 @@ class Case:
         lse = np.full((tokens, heads, group), -np.inf)
         for b in range(len(self.lengths)):
             mine = slice(int(self.starts[b]), int(self.starts[b] + self.sizes[b]))
-            size = mine.stop - mine.start
-            distance = np.arange(size)[:, None] - np.arange(size)[None]
+            size, behind, key = mine.stop - mine.start, 0, mine.start
+            if self.behind is not None and self.key_starts is not None:
+                behind, key = int(self.behind[b]), int(self.key_starts[b])
+            seen = slice(key, key + behind + size)
+            distance = behind + np.arange(size)[:, None] - np.arange(behind + size)[None]
             causal = (distance >= 0) & (distance < (self.window or np.inf))
             for h in range(heads):
                 n = max(int(self.lengths[b, h]), 0)
                 pages = np.asarray(self.table)[b, self.first[h] : self.first[h] + -(-n // page)]
                 keys, values = (
-                    np.concatenate([pool[pages, x, self.column[h]].reshape(-1, head_dim)[:n], own[mine, h]])
+                    np.concatenate([pool[pages, x, self.column[h]].reshape(-1, head_dim)[:n], own[seen, h]])
                     for x, own in ((0, k), (1, v))
                 )
                 mask = np.concatenate([np.ones((size, n), bool), causal], axis=1)
@@ -71,6 +76,8 @@ def make_case(
     dtype: Any = jnp.bfloat16,
     soft_cap: float | None = None,
     window: int | None = None,
+    behind: Any = None,
+    key_starts: Any = None,
     seed: int = 0,
 ) -> Case:
     """Every head in a group of its own, in a random column; pages in random order; nothing in the pool is zero."""
@@ -86,10 +93,11 @@ def make_case(
     def draw(*shape: int) -> Any:
         return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
 
+    keys = tokens if behind is None else tokens + 8 * len(behind) + sum(behind)
     return Case(
         q=draw(tokens, heads, group, head_dim),
-        k=draw(tokens, heads, head_dim),
-        v=draw(tokens, heads, head_dim),
+        k=draw(keys, heads, head_dim),
+        v=draw(keys, heads, head_dim),
         pool=draw(num_pages, 2, heads_per_page, page_size, head_dim),
         table=jnp.asarray(table),
         lengths=lengths,
@@ -100,6 +108,8 @@ def make_case(
         scale=head_dim**-0.5 * (3.0 if soft_cap else 1.0),
         soft_cap=soft_cap,
         window=window,
+        behind=None if behind is None else np.asarray(behind, np.int32),
+        key_starts=None if behind is None else np.asarray(key_starts or [0], np.int32),
     )
 
 
@@ -115,4 +125,5 @@ def plan_of(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> cp.ChunkPlan:
         jnp.asarray(case.lengths), case.table, case.first, case.column,
         q_shape=case.q.shape, page_size=case.pool.shape[3], window=case.window, tuning=tuning,
         starts=None if whole else case.starts, sizes=None if whole else case.sizes,
+        behind=case.behind, key_starts=case.key_starts,
     ).layer(0)  # fmt: skip

@@ -17,6 +17,7 @@ class Case:
     column: np.ndarray  # [K]
     scale: float
     options: dict[str, Any]  # soft_cap, sinks, has_new
+    skip: np.ndarray | None = None  # i32[B] entries of every head that are out of sight
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Dense attention in float64, head by head."""
@@ -31,10 +32,11 @@ class Case:
         for b in range(batch):
             for k in range(kv_heads):
                 n = max(int(self.lengths[b, k]), 0)
+                skip = 0 if self.skip is None else self.skip[b]
                 pages = np.asarray(self.table)[b, self.first[k] : self.first[k] + -(-n // page)]
                 keys, values = (
                     np.concatenate(
-                        [pool[pages, x, self.column[k]].reshape(-1, head_dim)[:n], new[b, k, :, x]]
+                        [pool[pages, x, self.column[k]].reshape(-1, head_dim)[skip:n], new[b, k, :, x]]
                     )
                     for x in range(2)
                 )
@@ -65,6 +67,7 @@ def make_case(
     soft_cap: float | None = None,
     sinks: bool = False,
     new: bool = False,
+    skip: Any = None,
     seed: int = 0,
 ) -> Case:
     """Groups as `cluster="model"` makes them: heads of a layer lie in groups shared with other layers' heads.
@@ -111,6 +114,7 @@ def make_case(
         column=column,
         scale=head_dim**-0.5 * (3.0 if soft_cap else 1.0),
         options=options,
+        skip=None if skip is None else np.asarray(skip, np.int32),
     )
 
 

@@ -13,10 +13,13 @@ from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
 
 TWO_REQUESTS = {"starts": [0, 24], "sizes": [19, 40]}
+BEHIND = {"behind": [13, 29], "key_starts": [8, 48], "window": 30}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"soft_cap": 20.0}, {"window": 9}, {**TWO_REQUESTS, "window": 30}], ids=str
+    "options",
+    [{}, {"soft_cap": 20.0}, {"window": 9}, {**TWO_REQUESTS, "window": 30}, {**TWO_REQUESTS, **BEHIND}],
+    ids=str,
 )
 def test_reference_matches_dense_float64(options):
     lengths = [[70, 33, 0], [0, 1, 128]] if "starts" in options else [[70, 33, 0]]
@@ -74,7 +77,8 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     ("group", "window"), [*((4, window) for window in (None, 1, 100, 128, 700)), (3, None), (5, 100)]
 )
 @pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
-def test_plan_names_every_block_once(group, given, window):
+@pytest.mark.parametrize("behind", [None, [99, 128, 0]], ids=str)
+def test_plan_names_every_block_once(group, given, window, behind):
     """With one request the sizes are known, and few tiles of unequal work are cut into pieces."""
     rng = np.random.default_rng(0)
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
@@ -90,15 +94,16 @@ def test_plan_names_every_block_once(group, given, window):
         starts=np.asarray(starts) if given else None,
         sizes=np.asarray(sizes) if given else None,
         window=window,
+        behind=None if behind is None else np.asarray(behind[: len(starts)]),
     ).layer(0)
     got = seen_by(plan)
     want = {}
     for b, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         for at in range(0, size, plan.positions):
-            query = np.arange(at, at + plan.positions)[:, None]
+            query = np.arange(at, at + plan.positions)[:, None] + (behind[b] if behind else 0)
             for head in range(4):
                 blocks = set()
-                for j in range(-(-(at + plan.positions) // plan.block)):
+                for j in range(-(-(int(query.max()) + 1) // plan.block)):
                     key = np.arange(j * plan.block, (j + 1) * plan.block)[None]
                     sees = (key <= query) & (query - key < (window or 1 << 30))
                     if sees.any():
@@ -114,7 +119,7 @@ def test_plan_names_every_block_once(group, given, window):
         np.asarray(plan.block_rows)[tiles[:, P.PART] % plan.stride], tiles[:, P.ROW]
     )
     cut = tiles[:, P.PIECES] < 0
-    assert cut.any() != given
+    assert cut.any() == (not given and behind is None)
     for rows in (tiles[cut], tiles[~cut]):
         assert (np.diff(rows[:, P.MASKED] + rows[:, P.FREE]) <= 0).all()
 
@@ -200,6 +205,16 @@ def test_requests_in_the_interpreter(group):
 
 def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
+
+
+@pytest.mark.parametrize("group", [4, 5])
+def test_keys_before_the_queries_in_the_interpreter(group):
+    """Fewer than the window shows, as many as it shows, and none."""
+    for behind in (0, 5, 99):
+        case = make_case([[0]], 70, group=group, head_dim=64, window=100, behind=[behind])
+        check_interpreted(case)
+    requests = {"starts": [0, 8], "sizes": [3, 47], "behind": [17, 40], "key_starts": [0, 24]}
+    check_interpreted(make_case([[0], [5]], 56, group=group, head_dim=64, window=41, **requests))
 
 
 @pytest.mark.parametrize("group", [4, 7])

@@ -74,6 +74,18 @@ def test_windows(group, window):
     check(make_case([[600, 64]], 1000, group=group, page_size=64, window=window))
 
 
+@pytest.mark.parametrize("behind", [0, 5, 127, 1023])
+@pytest.mark.parametrize(("group", "head_dim"), [(2, 256), (4, 128), (3, 64)])
+def test_keys_before_the_queries(group, head_dim, behind):
+    check(make_case([[0, 0]], 600, group=group, head_dim=head_dim, window=1024, behind=[behind]))
+    check(make_case([[0, 0]], 90, group=group, head_dim=head_dim, window=128, behind=[behind]))
+
+
+def test_keys_before_the_queries_of_several_requests():
+    case = {"behind": [7, 0, 49, 23], "key_starts": [0, 112, 120, 304], "window": 50}
+    check(make_case(RAGGED, TOKENS, **REQUESTS, **case))
+
+
 def test_a_packed_group_in_float16():
     check(make_case(RAGGED, TOKENS, group=7, head_dim=256, page_size=16, dtype=jnp.float16, **REQUESTS))
 

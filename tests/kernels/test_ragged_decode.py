@@ -28,6 +28,7 @@ def plan_of(case: Case, **how) -> rd.DecodePlan:
         case.first,
         case.column,
         page_size=case.pool.shape[3],
+        skip=None if case.skip is None else jnp.asarray(case.skip),
         **how,
     ).layer(0)
 
@@ -35,6 +36,14 @@ def plan_of(case: Case, **how) -> rd.DecodePlan:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_reference_matches_dense_float64(options):
     case = make_case([[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, **options)
+    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale, **case.options)
+    want, want_lse = case.expected()
+    assert relative_error(out, want) < 1e-6
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+
+
+def test_reference_leaves_out_what_a_window_does_not_show():
+    case = make_case([[70, 33, 33], [20, 16, 128]], dtype=jnp.float32, skip=[3, 15], new=True)
     out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale, **case.options)
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
@@ -177,6 +186,13 @@ def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
 @pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}, {"num_shares": 1}], ids=str)
 def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_windows_that_begin_within_a_page_in_the_interpreter(page_size):
+    """Cut items too: only the first piece of a head has entries out of sight."""
+    case = make_case([[300, 129], [64, 65]], head_dim=64, page_size=page_size, skip=[5, 15], new=True)
+    check_interpreted(case, num_shares=3)
 
 
 def test_layers_in_the_interpreter():

@@ -23,7 +23,7 @@ OPTIONS = [
 def plan_of(case: Case, **how) -> rd.DecodePlan:
     return rd.plan_decode(
         jnp.asarray(case.lengths), case.table, case.first, case.column,
-        page_size=case.pool.shape[3], **how,
+        page_size=case.pool.shape[3], skip=None if case.skip is None else jnp.asarray(case.skip), **how,
     ).layer(0)  # fmt: skip
 
 
@@ -76,6 +76,15 @@ def test_batches(batch):
     lengths = np.repeat(rng.lognormal(6, 1.0, size=(batch, 4)).astype(np.int32), 2, axis=1)
     lengths[rng.random(batch) < 0.2] = 0
     check(make_case(lengths, page_size=32, new=True))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_windows_that_begin_within_a_page(head_dim, page_size):
+    lengths = [[1000] * 4, [65] * 4, [0] * 4, [1040] * 4, [16] * 4]
+    case = make_case(lengths, head_dim=head_dim, page_size=page_size, skip=[15, 0, 0, 9, 15], new=True)
+    check(case)
+    check(case, num_shares=3)
 
 
 def test_output_dtype_follows_the_queries():

@@ -1,0 +1,139 @@
+"""What the layers of one step do beside the model: attention over the cache and themselves, scores, what is to be written.
+
+A chunk and the decode tokens have one object each, made once for all layers of the step. The pool is only read here; the
+writes come at the end of the step (`ChunkLayers.write`, `DecodeLayers.append`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
+from tangram_jax.cache import Cache
+from tangram_jax.chunk_scores import ChunkScores
+from tangram_jax.compress import Slots, append, candidates, read_tail, select, write, write_rings
+from tangram_jax.pages import StepPages
+from tangram_jax.plan import CachePlan
+from tangram_jax.rings import RingChunk, visible_pages, with_history
+from tangram_jax.scorers import Scorer
+
+
+class _Layers:
+    """The layers of a model by kind: those whose cache is compressed, and those with a sliding window."""
+
+    def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
+        self._plan, self._config, self._pool = plan, config, cache.pool
+        self._heads = (config.num_kv_heads, config.group_size, config.head_dim)
+
+    def _window_number(self, layer: int) -> int | None:
+        """Which of the sliding-window layers it is."""
+        sliding = self._config.sliding_layers
+        return sliding.index(layer) if layer in sliding else None
+
+    def _finite(self, x: jax.Array) -> jax.Array:
+        # What attention masks it still multiplies, by zero: a NaN in the pool would be in other requests' outputs.
+        return jnp.where(jnp.isfinite(x.astype(self._pool.dtype)), x, 0)
+
+    def _pages(self, cache: Cache, rows: jax.Array, lengths: jax.Array) -> StepPages:
+        """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
+        plan = self._plan
+        first = cache.layout.first[plan.group_of]
+        return StepPages(cache.pool, cache.table, rows, lengths[:, plan.group_of], first, plan.column_of)
+
+    def _by_kind(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(of the compressed layers, of those with a window), each in order."""
+        config = self._config
+        return [layers[i] for i in config.full_layers], [layers[i] for i in config.sliding_layers]
+
+
+class ChunkLayers(_Layers):
+    """The layers of a chunk."""
+
+    def __init__(
+        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, cache: Cache, chunk: Any, dtype: Any
+    ) -> None:
+        """`chunk`: row i32[], tokens i32[T], valid i32[]; `dtype` of the activations."""
+        super().__init__(plan, config, cache)
+        row, self._size = jnp.asarray(chunk.row), chunk.tokens.shape[0]
+        shape = (self._size, *self._heads)
+        self._what = candidates(plan, cache, row, self._size, chunk.valid)
+        self._tail = read_tail(plan, cache, row)
+        self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
+        lengths = plan.lengths(cache.tokens[row]) + cache.tail[row]
+        self._attention = ChunkAttention(shape, dtype, self._pages(cache, row[None], lengths[None]))
+        if rings := plan.rings:
+            numbers = cache.table[row][cache.layout.first[plan.num_groups] :].reshape(-1, rings.pages)
+            self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
+            self._window_attention = WindowAttention(
+                shape, dtype, rings.window, self._rings.before, cache.pool
+            )
+        self.kept: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each layer
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]."""
+        k, v = self._finite(k), self._finite(v)
+        self.kept.append((k, v))
+        scale, number = self._config.attention_scale, self._window_number(layer)
+        if number is not None and self._plan.rings:
+            keys, values = with_history(self._plan.rings, self._pool, self._rings, number, k, v)
+            return self._window_attention(q, keys, values, scale)
+        number = self._config.full_layers.index(layer)
+        out, lse = self._attention(number, q, k, v, scale)
+        with jax.named_scope("score"):
+            flat = q.reshape(self._size, self._config.num_heads, -1)
+            self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
+        return out
+
+    def write(self, cache: Cache, kept: Sequence[tuple[jax.Array, jax.Array]]) -> Cache:
+        """What the chunk leaves, from `kept` of all layers."""
+        full, sliding = self._by_kind(kept)
+        if sliding:
+            cache = write_rings(
+                self._plan, cache, self._rings, [k for k, _ in sliding], [v for _, v in sliding]
+            )
+        with jax.named_scope("keep"):
+            order = select(self._plan, cache, self._what, self._scores.result())
+            keys, values = [k for k, _ in full], [v for _, v in full]
+            return write(self._plan, cache, self._what, order, self._tail, keys, values)
+
+
+class DecodeLayers(_Layers):
+    """The layers of one new token each of several rows."""
+
+    def __init__(
+        self, plan: CachePlan, config: ModelConfig, cache: Cache, rows: jax.Array, dtype: Any
+    ) -> None:
+        """`rows` i32[B], `cache.num_rows` for an empty slot."""
+        super().__init__(plan, config, cache)
+        tokens = cache.tokens.at[rows].get(mode="fill", fill_value=0)
+        tail = cache.tail.at[rows].get(mode="fill", fill_value=0)
+        there = (rows < cache.num_rows)[:, None]
+        lengths = jnp.where(there, plan.lengths(tokens) + tail[:, None], 0)
+        self._slots = Slots(rows, lengths, tokens + tail)
+        shape = (len(rows), *self._heads)
+        self._attention = DecodeAttention(shape, dtype, self._pages(cache, rows, lengths))
+        if plan.rings:
+            table = cache.table.at[rows].get(mode="clip")
+            first = int(cache.layout.first[plan.num_groups])
+            pages = visible_pages(plan.rings, cache.pool, table, first, self._slots.tokens)
+            self._window_attention = DecodeAttention(shape, dtype, pages)
+        self.new: list[jax.Array] = []  # qkv of each layer
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention of the tokens' q [B, K, G, D], k and v [B, K, D]: [B, K, G, D]."""
+        # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
+        qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
+        self.new.append(qkv)
+        number = self._window_number(layer)
+        if number is not None:
+            return self._window_attention(number, qkv, self._config.attention_scale)
+        return self._attention(self._config.full_layers.index(layer), qkv, self._config.attention_scale)
+
+    def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
+        """The cache with the tokens, from `new` of all layers."""
+        full, sliding = self._by_kind(new)
+        with jax.named_scope("append"):
+            return append(self._plan, cache, self._slots, full + sliding)
