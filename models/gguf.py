@@ -1,6 +1,6 @@
-"""GGUF files of the Llama family: configuration, tensors (dequantised) and tokenizer.
+"""GGUF files of the Llama family: configuration and tensors (dequantised).
 
-Not supported: SentencePiece vocabularies (`tokenizer.ggml.model` "llama"), mixtures of experts.
+Not supported: sliding windows but Gemma 3's, mixtures of experts, images.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ from typing import Any
 import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
+from models.gemma import gemma3_fields
+from models.gguf_tokenizer import read_tokenizer
+from models.layer_types import is_whole
 from models.rope_scaling import yarn_attention_factor
 from models.tokenizer import Tokenizer
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")  # names of its pre-tokenizer
-_LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+# Numbers of layers of Gemma 3 27B, whose scale of the scores the files do not have.
+_GEMMA3_27B = 62
 
 
 class GGUFFile:
@@ -62,6 +57,8 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} is stored as {tensor.tensor_type.name}, which cannot be dequantised"
             ) from error
+        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+            return x - np.float32(1.0)  # llama.cpp's converter adds Gemma's offset to the weights
         if self._architecture != "llama":
             return x
         if name.endswith("attn_q.weight"):
@@ -80,16 +77,18 @@ class GGUFFile:
         problems = []
         if architecture not in _ARCHITECTURES:
             problems.append(f"architecture {architecture}")
-        for key, text in (
-            ("expert_count", "mixture of experts"),
-            ("attention.sliding_window", "sliding window"),
-        ):
-            if self.field(f"{architecture}.{key}"):
-                problems.append(text)
+        features = {
+            "expert_count": "mixture of experts",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        }
+        if architecture != "gemma3":
+            features["attention.sliding_window"] = "sliding window"
+        problems += [text for key, text in features.items() if self.field(f"{architecture}.{key}")]
         if problems:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "
-                "the architectures llama (Llama, SmolLM2, Mistral without sliding window), qwen2 and qwen3"
+                "the architectures llama (Llama, SmolLM2, Mistral without sliding window), qwen2, qwen3 and gemma3"
             )
         get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
@@ -106,10 +105,16 @@ class GGUFFile:
             raise UnsupportedModelError(f"cannot load {self.path}: tensor token_embd.weight is missing")
         scaling = self._rope_scaling()
         positions = int(get("context_length"))
+        num_layers = int(get("block_count"))
+        special: dict[str, Any] = {"qk_norm": architecture == "qwen3"}
+        if architecture == "gemma3":
+            # As llama.cpp, which knows the largest model by its layers.
+            head_share = hidden_size // num_heads if num_layers == _GEMMA3_27B else head_dim
+            special = gemma3_fields(hidden_size, float(head_share**-0.5)) | self._gemma3_windows(num_layers)
         return ModelConfig(
             name=name,
             vocab_size=self.shapes_of("token_embd.weight")[0],
-            num_layers=int(get("block_count")),
+            num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=int(get("feed_forward_length")),
             num_heads=num_heads,
@@ -121,10 +126,33 @@ class GGUFFile:
             norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
             bos_token_id=self.field("tokenizer.ggml.bos_token_id"),
             eos_token_ids=() if eos is None else (int(eos),),
+            **special,
         )
+
+    def _gemma3_windows(self, num_layers: int) -> dict[str, Any]:
+        """Fields of the sliding layers: the base is 10000 and every sixth layer sees all unless the file says otherwise."""
+        window = self.field("gemma3.attention.sliding_window", 0)
+        if not window:
+            return {}
+        pattern = self.field("gemma3.attention.sliding_window_pattern", 6)
+        theta = self.field("gemma3.rope.freq_base_swa", 10000.0)
+        if isinstance(pattern, list) and len(pattern) == num_layers:
+            layers = tuple(i for i, slides in enumerate(pattern) if slides)
+        elif is_whole(pattern):
+            layers = tuple(i for i in range(num_layers) if (i + 1) % pattern)
+        else:
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: sliding_window_pattern {pattern!r} not supported, expected a number of layers "
+                f"or {num_layers} booleans"
+            )
+        if len(layers) == num_layers:
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: sliding window in every layer not supported (nothing of the cache would be "
+                "compressed)"
+            )
+        return {"sliding_window": int(window), "sliding_layers": layers, "sliding_rope_theta": float(theta)}
 
     def _required(self, architecture: str, key: str) -> Any:
         value = self.field(f"{architecture}.{key}")
@@ -177,79 +205,7 @@ class GGUFFile:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""
-        model = self.field("tokenizer.ggml.model")
-        pre = self.field("tokenizer.ggml.pre", "default")
-        if model != "gpt2":
-            raise UnsupportedModelError(
-                f"cannot load the tokenizer of {self.path}: model {model!r} not supported, only byte-level BPE "
-                "('gpt2'). Use the Hugging Face directory of this model instead"
-            )
-        tokens: list[str] = self.field("tokenizer.ggml.tokens")
-        types = self.field("tokenizer.ggml.token_type", [1] * len(tokens))
-        merges = [tuple(merge.split(" ", 1)) for merge in self.field("tokenizer.ggml.merges")]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        try:
-            bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.startswith("llama"))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise UnsupportedModelError(f"cannot load the tokenizer of {self.path}: {error}") from error
-        backend = Backend(bpe)
-        backend.normalizer = normalizers.NFC() if pre == "qwen2" else normalizers.Sequence([])
-        backend.pre_tokenizer = _pre_tokenizer(pre, self.path)
-        backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t, k in zip(tokens, types, strict=True)
-                if k == _CONTROL
-            ]
-        )
-        backend.add_tokens(
-            [
-                AddedToken(t, normalized=False)
-                for t, k in zip(tokens, types, strict=True)
-                if k == _USER_DEFINED
-            ]
-        )
-
-        def token(kind: str) -> str | None:
-            token_id = self.field(f"tokenizer.ggml.{kind}_token_id")
-            return None if token_id is None else tokens[token_id]
-
-        bos, bos_id = token("bos"), self.field("tokenizer.ggml.bos_token_id")
-        # As llama.cpp: Llama 3's texts begin with BOS unless the file says otherwise, other byte-level ones do not.
-        if self.field("tokenizer.ggml.add_bos_token", pre in _LLAMA3) and bos is not None:
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-            )
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            bos_token=bos,
-            eos_token=token("eos"),
-            unk_token=token("unknown"),
-            pad_token=token("padding"),
-            clean_up_tokenization_spaces=False,
-            model_max_length=self.config.max_positions,
-        )
-        fast.chat_template = self.field("tokenizer.chat_template")
-        return Tokenizer(fast, self.config.eos_token_ids)
-
-
-def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """How llama.cpp's named pre-tokenizers split text, in terms of `tokenizers`."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in ("default", "gpt-2"):
-        return byte_level
-    if pre == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if pre in _LLAMA3 or pre == "qwen2":
-        pattern = _QWEN2_PATTERN if pre == "qwen2" else _LLAMA3_PATTERN
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        return pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    raise UnsupportedModelError(
-        f"cannot load the tokenizer of {path}: pre-tokenizer {pre!r} not supported, only smollm, llama-bpe, qwen2, gpt-2"
-    )
+        return read_tokenizer(self.field, self.path, self.config)
 
 
 def unpermute_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:

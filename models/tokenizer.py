@@ -11,7 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 # Tokens that end a turn or a text. Those in the vocabulary stop generation besides the model's own list.
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<end_of_turn>",
+)
 
 
 def _byte_to_char() -> dict[int, str]:
@@ -46,7 +54,7 @@ class Tokenizer:
         if not self._byte_level and "ByteFallback" not in kinds:
             raise ValueError(
                 f"tokenizer with decoder {sorted(kinds)} is not supported: expected byte-level BPE "
-                "(Llama 3, SmolLM2) or SentencePiece BPE with byte fallback (Llama 2, Mistral)"
+                "(Llama 3, SmolLM2) or SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma)"
             )
         self.special_ids: frozenset[int] = frozenset(
             i for i, token in self._backend.get_added_tokens_decoder().items() if token.special

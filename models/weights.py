@@ -101,7 +101,7 @@ _POST_NORMS = (  # Gemma 3: that name is of the norm of what attention gives
 # Not weights: frequencies that follow from the configuration. Not read: what a model of text and images sees with.
 _IGNORED = re.compile(
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight"
-    r"|(model\.)?(vision_tower|multi_modal_projector)\..+"
+    r"|(model\.)?(vision_tower|multi_modal_projector)\..+|(v|mm)\..+"
 )
 # Prefixes of the language model in one of text and images: the first as transformers wrote them up to version 4.51.
 _LANGUAGE_MODEL = re.compile(r"^(?:language_model\.|(model\.)language_model\.)")

@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
+from models.huggingface import HuggingFaceDirectory
+
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden_tensors(name):
+    """(the tensors of a golden checkpoint, its configuration)"""
+    directory = HuggingFaceDirectory(GOLDEN / name)
+    directory.open()
+    return Tensors({key: directory.read(key) for key in directory.shapes}), directory.config
 
 
 class Tensors:

@@ -2,15 +2,12 @@
 
 import pytest
 
-from models.huggingface import HuggingFaceDirectory
-from tests.models.checkpoints import GOLDEN, Tensors
+from tests.models.checkpoints import golden_tensors
 
 
 @pytest.fixture
 def tiny():
-    directory = HuggingFaceDirectory(GOLDEN / "tiny_tied")
-    directory.open()
-    return Tensors({name: directory.read(name) for name in directory.shapes}), directory.config
+    return golden_tensors("tiny_tied")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Writes the golden files of tests/models with transformers and torch, neither of which the tests need.
 
-    pip install torch transformers gguf
+    pip install torch transformers gguf sentencepiece
     python tests/models/make_golden.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
 Tiny random checkpoints, as transformers itself saves them, with their logits; and for SmolLM2-135M-Instruct, read
@@ -9,13 +9,15 @@ from the GGUF file by transformers, logits and token ids of a text.
 
 import argparse
 import copy
+import io
 import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import sentencepiece
 import torch
-from make_golden_texts import MESSAGES, TEXTS
+from make_golden_texts import MESSAGES, PIECE_TEXTS, TEXTS
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -76,7 +78,8 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
             # Norms other than one, and weights large enough that attention is far from uniform.
             parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.3)
     saved = model
-    if kind == "gemma3_text":  # six layers: stored in 16 bits, to which the weights are rounded before the logits
+    if kind == "gemma3_text":
+        # Six layers: stored in 16 bits, to which the weights are rounded before the logits.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())
@@ -151,6 +154,50 @@ def make_gemma3_images() -> None:
     (GOLDEN / "gemma3_images.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+def make_sentencepiece() -> None:
+    """Small SentencePiece vocabularies, with the settings of Gemma's and of Llama 2's, and what they make of texts."""
+    texts = sorted((Path(__file__).parents[2] / "calibrate" / "texts" / "calibration").glob("*.txt"))
+    settings = {
+        "gemma": {
+            "add_dummy_prefix": False,
+            "user_defined_symbols": ["\n", "\n\n", "\u2581\u2581", "\u2581" * 4, "<b>"],
+            "control_symbols": ["<start_of_turn>", "<end_of_turn>"],
+        },
+        "llama": {"add_dummy_prefix": True},
+    }
+    found = {}
+    for name, more in settings.items():
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.read_text().splitlines()),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=700,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            character_coverage=0.999,
+            pad_id=0,
+            eos_id=1,
+            bos_id=2,
+            unk_id=3,
+            **more,
+        )
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+        ids = range(pieces.vocab_size())
+        kinds = (pieces.IsUnknown, pieces.IsControl, pieces.IsUnused, pieces.IsByte)
+        found[name] = {
+            "pieces": [pieces.IdToPiece(i) for i in ids],
+            "scores": [pieces.GetScore(i) for i in ids],
+            "kinds": [next((kind.__name__ for kind in kinds if kind(i)), "") for i in ids],
+            "user_defined": more.get("user_defined_symbols", []),
+            "ids": [pieces.encode(text) for text in PIECE_TEXTS],
+        }
+    (GOLDEN / "sentencepiece.json").write_text(json.dumps(found, ensure_ascii=False) + "\n")
+
+
 def make_smollm2(gguf: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
@@ -188,5 +235,6 @@ if __name__ == "__main__":
         make_tiny(variant, model_type, variant_changes)
     make_yarn()
     make_gemma3_images()
+    make_sentencepiece()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

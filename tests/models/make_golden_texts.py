@@ -10,6 +10,14 @@ TEXTS = (
     "  leading spaces,\ttabs,\r\nand   runs    of spaces   ",
     "<|im_start|>user\nWhat's 12345 + 67890?<|im_end|>\n",
 )
+# For SentencePiece: runs of spaces and newlines, characters that it has no piece for; no special tokens written out.
+PIECE_TEXTS = (
+    *TEXTS[:3],
+    "a",
+    " a",
+    "def make_tiny(name: str, kind: str, changes: dict) -> None:\n    torch.manual_seed(0)\n\n\n        x  =   y     z",
+    "<b>bold</b> \n \n\n\n 100000 ∑ \u2581 end  ",
+)
 MESSAGES = (
     [{"role": "user", "content": "What is the capital of France?"}],
     [

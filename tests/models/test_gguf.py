@@ -10,103 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import dense_attend
 from models.config import RopeScaling, UnsupportedModelError
-from models.gguf import GGUFFile, _pre_tokenizer, unpermute_rope
+from models.gguf import GGUFFile, unpermute_rope
+from models.gguf_tokenizer import _pre_tokenizer
 from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
-from models.testing import SPECIAL_TOKENS, TINY_CHAT_TEMPLATE
-from models.tokenizer import BYTE_TO_CHAR
-from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
 from tests.models.checkpoints import GOLDEN, Tensors
-
-
-def permute_rope(weight, num_heads):
-    """What llama.cpp's converter does to query and key matrices of Llama."""
-    half = weight.shape[0] // num_heads // 2
-    return weight.reshape(num_heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(
-    path,
-    source,
-    config,
-    *,
-    architecture="llama",
-    scale=1.0,
-    rope_factors=None,
-    pre="smollm",
-    floats=None,
-    ints=None,
-    texts=None,
-):
-    """The tiny checkpoint as llama.cpp would write it, with the tiny tokenizer; q/k permuted, names mapped."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    tokens = [*SPECIAL_TOKENS, *(BYTE_TO_CHAR[b] for b in range(255)), "ab"]  # byte 255 is never in UTF-8
-    for key, value in (floats or {}).items():
-        writer.add_float32(key, value)
-    for key, value in (ints or {}).items():
-        writer.add_uint32(key, value)
-    for key, value in (texts or {}).items():
-        writer.add_string(key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(tokens) - len(SPECIAL_TOKENS)))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TINY_CHAT_TEMPLATE)
-    table = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
-        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    }  # fmt: skip
-    for name, x in source.tensors.items():
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            x = permute_rope(x, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        for huggingface, short in table.items():
-            name = name.replace(huggingface, short)
-        writer.add_tensor(name, np.ascontiguousarray(x * np.float32(scale)))
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def with_tiny_vocabulary(source, config):
-    """A checkpoint with the vocabulary of the tiny tokenizer."""
-    tables = {
-        name: np.resize(x, (264, 32))
-        for name, x in source.tensors.items()
-        if "embed" in name or "head" in name
-    }
-    return Tensors({**source.tensors, **tables}), config.replace(vocab_size=264)
+from tests.models.gguf_files import logits_of, permute_rope, with_tiny_vocabulary, write_gguf
 
 
 @pytest.fixture
 def gguf_tiny(tiny):
     return with_tiny_vocabulary(*tiny)
-
-
-def logits_of(params, config):
-    tokens = jnp.arange(20, dtype=jnp.int32)
-    return forward(params, config, tokens, tokens, dense_attend(tokens, config=config), None)[0]
 
 
 def test_unpermute_undoes_llama_cpp():
@@ -235,8 +151,8 @@ def test_gguf_rope_is_scaled_linearly_unless_it_says_otherwise(key, gguf_tiny, t
 
 def test_gguf_errors(gguf_tiny, tmp_path, cache):
     source, config = gguf_tiny
-    with pytest.raises(UnsupportedModelError, match="architecture gemma3 not supported"):
-        load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma3"))
+    with pytest.raises(UnsupportedModelError, match="architecture gemma2 not supported"):
+        load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma2"))
     (tmp_path / "text.gguf").write_text("not a model at all")
     with pytest.raises(UnsupportedModelError, match="not a readable GGUF"):
         load_model(tmp_path / "text.gguf")
