@@ -149,6 +149,39 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
             f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps, other biases than Qwen 2's "
             "or quantisation; rope scaling default, linear, llama3 or yarn"
         )
+    _check_numbers(config, name)
+    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    fields: dict[str, Any] = dict(
+        name=name,
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        max_positions=_undivided(config, positions, name),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        sliding_rope_theta=sliding_theta,
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=end_token_ids(config, f"config.json of {name}"),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )
+    if architecture in GEMMA3_ARCHITECTURES:
+        fields |= gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise UnsupportedModelError(f"cannot load {name}: {error}") from error
+
+
+def _check_numbers(config: Mapping[str, Any], name: str) -> None:
     required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in required if key not in config]
     if missing:
@@ -164,32 +197,6 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         faults.append(f"rms_norm_eps is {eps!r}")
     if faults:
         raise UnsupportedModelError(f"cannot load {name}: {', '.join(faults)}: expected positive numbers")
-    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
-    gemma: dict[str, Any] = {}
-    if architecture in GEMMA3_ARCHITECTURES:
-        gemma = gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))
-    return ModelConfig(
-        **{"qk_norm": architecture == "Qwen3ForCausalLM", **gemma},
-        name=name,
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden_size,
-        intermediate_size=config["intermediate_size"],
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden_size // num_heads,
-        max_positions=_undivided(config, positions, name),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=float(eps),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        sliding_window=window,
-        sliding_layers=sliding_layers,
-        sliding_rope_theta=sliding_theta,
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=end_token_ids(config, f"config.json of {name}"),
-    )
 
 
 def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:

@@ -112,6 +112,7 @@ def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] |
     Raises ModelNotFoundError, UnsupportedModelError.
     """
     import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
     from huggingface_hub.utils import disable_progress_bars
 
     if not progress:
@@ -124,6 +125,12 @@ def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] |
         )
     except UnsupportedModelError:
         raise
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"cannot fetch {repo!r} from the Hugging Face hub: its makers give access to those who accept their terms. "
+            f"Accept them on https://huggingface.co/{repo}, then `hf auth login` (or set HF_TOKEN); or give a directory or "
+            ".gguf file that you have"
+        ) from error
     except Exception as error:  # hub errors share no base class, and offline ones come from several libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelNotFoundError(

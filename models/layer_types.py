@@ -33,8 +33,9 @@ def read_sliding_layers(
 
 
 def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ...], list[str]]:
-    given = config.get("num_hidden_layers")
-    num_layers: int = given if is_whole(given) else 0  # what is wrong with it is said elsewhere
+    num_layers = config.get("num_hidden_layers")
+    if not is_whole(num_layers):
+        return (), []  # what is wrong with it is said elsewhere
     types = config.get("layer_types")
     if types is not None:
         return _of_types(types, num_layers)

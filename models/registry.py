@@ -62,6 +62,11 @@ SHORT_NAMES: dict[str, WheelModel] = {
     )
 }
 
+# Of Gemma those tuned for conversations; the base models have "pt" for "it".
+HUB_NAMES: dict[str, str] = {
+    f"gemma-3-{size}": f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")
+}
+
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
 
@@ -75,7 +80,8 @@ def load_model(
     """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
 
     Args:
-      name_or_path: a short name (`SHORT_NAMES`), a GGUF file, a Hugging Face directory, or a hub name "org/model".
+      name_or_path: a short name (`SHORT_NAMES`, `HUB_NAMES`), a GGUF file, a Hugging Face directory, or a hub name
+        "org/model".
       dtype: dtype of the parameters: float32, bfloat16 or float16.
       progress: show progress bars and messages on standard error.
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
@@ -106,16 +112,26 @@ def load_model(
         return _load_gguf(lambda: path, identity, path.stem, dtype, progress)
     if path.is_dir():
         return _load_directory(HuggingFaceDirectory(path, overrides=overrides), dtype, progress)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.startswith(".") and path.suffix.lower() != ".gguf":
-        found = download(text, progress=progress, overrides=overrides)
-        return _load_directory(HuggingFaceDirectory(found, text, overrides), dtype, progress)
+    repo = HUB_NAMES.get(text.lower(), text)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) and not text.startswith(".") and path.suffix.lower() != ".gguf":
+        found = download(repo, progress=progress, overrides=overrides)
+        name = text.lower() if text.lower() in HUB_NAMES else text
+        return _load_directory(HuggingFaceDirectory(found, name, overrides), dtype, progress)
     raise ModelNotFoundError(
-        f"unknown model {text!r}: expected one of {', '.join(SHORT_NAMES)}, a .gguf file, a Hugging Face directory "
-        "(config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        f"unknown model {text!r}: expected one of {', '.join([*SHORT_NAMES, *HUB_NAMES])}, a .gguf file, a Hugging Face "
+        "directory (config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 
 
+def _check_dtype(config: ModelConfig, dtype: DTypeLike) -> None:
+    if config.post_norms and jnp.dtype(dtype) == jnp.float16:
+        raise UnsupportedModelError(
+            f"{config.name}: the activations of Gemma 3 go beyond the range of float16, take bfloat16 or float32"
+        )
+
+
 def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool) -> LoadedModel:
+    _check_dtype(directory.config, dtype)
     tokenizer = directory.tokenizer()
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
@@ -133,6 +149,7 @@ def _load_gguf(
     from models.gguf import GGUFFile  # only needed for converting
 
     file = GGUFFile(fetch())
+    _check_dtype(file.config, dtype)
     tokenizer = file.tokenizer()
     config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
     _say(f"Converting {file.path.name} (once)", progress)

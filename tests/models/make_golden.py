@@ -21,6 +21,7 @@ from make_golden_texts import MESSAGES, PIECE_TEXTS, TEXTS
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = {
@@ -154,6 +155,52 @@ def make_gemma3_images() -> None:
     (GOLDEN / "gemma3_images.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+GEMMA3_CONFIGS = (  # text_config of 4B and 27B as published, of 1B in the words of transformers 4 and of 5
+    {
+        "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    {
+        "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    {
+        "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "max_position_embeddings": 32768, "sliding_window": 512, "sliding_window_pattern": 4, "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4, "rope_scaling": None, "vocab_size": 262144,
+    },
+    {
+        "hidden_size": 1152, "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * 13,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        },
+    },
+)  # fmt: skip
+
+
+def make_gemma3_configs() -> None:
+    """What transformers makes of them: its fields, and the inverse frequencies of both types of layers."""
+    found = []
+    names = ("vocab_size", "head_dim", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+    names += ("query_pre_attn_scalar", "sliding_window", "layer_types", "tie_word_embeddings")
+    for given in GEMMA3_CONFIGS:
+        config = AutoConfig.for_model("gemma3_text", **copy.deepcopy(given))
+        rope = Gemma3RotaryEmbedding(config)
+        found.append(
+            {
+                "given": given,
+                "fields": {name: getattr(config, name) for name in names},
+                "full": rope.full_attention_inv_freq.tolist(),
+                "attention_factor": rope.full_attention_attention_scaling,
+                "sliding": rope.sliding_attention_inv_freq.tolist(),
+            }
+        )
+    (GOLDEN / "gemma3_configs.json").write_text(json.dumps(found) + "\n")
+
+
 def make_sentencepiece() -> None:
     """Small SentencePiece vocabularies, with the settings of Gemma's and of Llama 2's, and what they make of texts."""
     texts = sorted((Path(__file__).parents[2] / "calibrate" / "texts" / "calibration").glob("*.txt"))
@@ -235,6 +282,7 @@ if __name__ == "__main__":
         make_tiny(variant, model_type, variant_changes)
     make_yarn()
     make_gemma3_images()
+    make_gemma3_configs()
     make_sentencepiece()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

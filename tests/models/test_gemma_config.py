@@ -1,0 +1,187 @@
+"""config.json files of Gemma 3, and of other models with a sliding window, as transformers writes and reads them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from models.config import UnsupportedModelError, config_from_huggingface
+from models.gemma import GEMMA3_ARCHITECTURES
+from models.overrides import overridden
+from models.rope import rope_frequencies
+from models.rope_scaling import RopeScaling
+from models.testing import tiny_gemma_config
+from tests.models.checkpoints import GOLDEN
+
+HF_CONFIG = json.loads((GOLDEN / "tiny_gemma3" / "config.json").read_text())
+IMAGES = json.loads((GOLDEN / "gemma3_images.json").read_text())
+CONFIGS = json.loads((GOLDEN / "gemma3_configs.json").read_text())
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("nested", [False, True])
+def test_configurations_agree_with_transformers(number, nested):
+    golden = CONFIGS[number]
+    given = {"architectures": [GEMMA3_ARCHITECTURES[0]], **golden["given"]}
+    if nested:
+        given = {
+            "architectures": [GEMMA3_ARCHITECTURES[1]],
+            "text_config": golden["given"],
+            "vision_config": {},
+        }
+    config, fields = config_from_huggingface(given, "x"), golden["fields"]
+    assert config.vocab_size == fields["vocab_size"] and config.head_dim == fields["head_dim"]
+    assert config.num_kv_heads == fields["num_key_value_heads"]
+    assert config.intermediate_size == fields["intermediate_size"]
+    assert config.max_positions == fields["max_position_embeddings"]
+    assert config.attention_scale == pytest.approx(fields["query_pre_attn_scalar"] ** -0.5)
+    assert config.sliding_window == fields["sliding_window"]
+    sliding = [i for i, kind in enumerate(fields["layer_types"]) if kind == "sliding_attention"]
+    assert list(config.sliding_layers) == sliding and config.tie_embeddings is fields["tie_word_embeddings"]
+    np.testing.assert_allclose(rope_frequencies(config), golden["full"], rtol=2e-6)
+    np.testing.assert_allclose(rope_frequencies(config, sliding=True), golden["sliding"], rtol=2e-6)
+    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    assert factor == pytest.approx(golden["attention_factor"])
+
+
+def test_both_spellings_of_transformers():
+    old = {
+        k: v
+        for k, v in HF_CONFIG.items()
+        if k not in ("rope_parameters", "layer_types", "sliding_window_pattern")
+    }
+    old |= {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "_sliding_window_pattern": 3}
+    old |= {"rope_scaling": {"type": "linear", "factor": 8}}
+    assert config_from_huggingface(old, "x") == config_from_huggingface(HF_CONFIG, "x")
+
+
+def rope(**types):
+    return {"rope_parameters": HF_CONFIG["rope_parameters"] | types}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ({"query_pre_attn_scalar": None}, "query_pre_attn_scalar=None"),
+        ({"sliding_window": 0}, "sliding layers with sliding_window=0"),
+        ({"sliding_window": None}, "sliding layers with sliding_window=None"),
+        ({"sliding_window": "24"}, "sliding layers with sliding_window='24'"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ({"layer_types": None, "sliding_window_pattern": 7}, "sliding_window=24 in every layer"),
+        ({"layer_types": ["sliding_attention"] * 6}, "sliding_window=24 in every layer"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types of 5 layers, num_hidden_layers of 6"),
+        ({"layer_types": ["full_attention", "linear_attention", 3] * 2}, "layers of 3, linear_attention"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention'"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers is '6'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"num_attention_heads": 3}, "cannot load x: num_heads must be a multiple of num_kv_heads"),
+        ({"head_dim": 15}, "cannot load x: head_dim must be even"),
+        ({"text_config": 3}, "text_config=3"),
+        (rope(sliding_attention={"rope_type": "linear", "factor": 8.0}), "'linear' in sliding layers"),
+        (rope(sliding_attention={"rope_theta": -1.0}), "rope_theta=-1.0 in sliding layers"),
+        (rope(sliding_attention=4), "rope_parameters="),
+        (rope(full_attention=[4]), "rope_parameters="),
+        (rope(full_attention={"rope_type": "linear"}), "'linear' without factor"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_unsupported_configurations(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_huggingface(HF_CONFIG | changes, "x")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "theta", "sliding", "scaling"),
+    [
+        ({"rope_theta": 7}, 7.0, 50.0, RopeScaling(kind="linear", factor=8.0)),
+        ({"rope_scaling": {"factor": 4.0}}, 500.0, 50.0, RopeScaling(kind="linear", factor=4.0)),
+        ({"rope_scaling": None}, 500.0, 50.0, None),
+        ({"text_config": {"rope_scaling": None}}, 500.0, 50.0, None),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, 500.0, 9.0,
+            RopeScaling(kind="linear", factor=8.0),
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, 9.0, 50.0,
+            RopeScaling(kind="linear", factor=8.0),
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("file", [HF_CONFIG, IMAGES["config"]])
+def test_overrides(file, overrides, theta, sliding, scaling):
+    config = config_from_huggingface(overridden(file, overrides), "x")
+    assert (config.rope_theta, config.sliding_rope_theta, config.rope_scaling) == (theta, sliding, scaling)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "num_hidden_layers": 4, "hidden_size": 32,
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, ()),
+        (MIXED, (1, 3)),
+        (MIXED | {"architectures": ["MistralForCausalLM"]}, (1, 3)),
+        (MIXED | {"sliding_window": 512}, ()),  # nothing outgrows it
+        ({"layer_types": ["full_attention"] * 4, "sliding_window": 64}, ()),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": 64}, ()),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "max_window_layers": 4}, ()),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64,
+                "max_window_layers": 3,
+            },
+            (3,),
+        ),
+        (MIXED | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, (1, 3)),
+    ],
+)  # fmt: skip
+def test_windows_of_other_models(changes, layers):
+    config = config_from_huggingface(LLAMA | changes, "x")
+    assert config.sliding_layers == layers and config.sliding_window == (64 if layers else None)
+    assert config.sliding_rope_theta is None and config.norm_offset == 0.0 and not config.post_norms
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "in every layer .nothing of the cache"),
+        (MIXED | {"layer_types": ["sliding_attention"] * 4}, "sliding_window=64 in every layer"),
+        (MIXED | {"architectures": ["Qwen3ForCausalLM"]}, "sliding_window=None"),  # use_sliding_window is not set
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64,
+                "max_window_layers": 0,
+            },
+            "sliding_window=64 in every layer",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
+            "max_window_layers=-1",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "layers of chunked_attention"),
+    ],
+)  # fmt: skip
+def test_windows_that_are_refused(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_huggingface(LLAMA | changes, "x")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sliding_window": None}, {"sliding_layers": (1, 0)}, {"sliding_layers": (6,)}, {"sliding_window": 0}],
+)
+def test_model_config_checks_its_windows(changes):
+    with pytest.raises(ValueError, match="sliding"):
+        tiny_gemma_config(**changes)
