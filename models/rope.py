@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,14 @@ def rope_frequencies(config: ModelConfig, *, sliding: bool = False) -> Float[np.
     if config.rope_scaling is not None and own_theta is None:
         inv_freq = _scaled(inv_freq, config, config.rope_scaling)
     return inv_freq.astype(np.float32)
+
+
+def rope_record(config: ModelConfig) -> dict[str, Any]:
+    """What a model's budgets were measured under, as JSON holds it: profiles say so, and the server compares."""
+    scaling = dataclasses.asdict(config.rope_scaling) if config.rope_scaling else None
+    if scaling:
+        scaling["factors"] = list(scaling["factors"])
+    return {"theta": config.rope_theta, "scaling": scaling}
 
 
 def rope_tables(

@@ -12,14 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 # Tokens that end a turn or a text. Those in the vocabulary stop generation besides the model's own list.
 END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "</s>",
-    "<end_of_turn>",
-)
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<end_of_turn>",
+)  # fmt: skip
 
 
 def _byte_to_char() -> dict[int, str]:
@@ -59,8 +53,10 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(
             i for i, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
-        found = [self._backend.token_to_id(token) for token in END_TOKENS]
-        ends = [*eos_token_ids, fast.eos_token_id, *found]
+        found = {token: self._backend.token_to_id(token) for token in END_TOKENS}
+        if found["</s>"] not in self.special_ids:  # Gemma's is HTML: the end of what is struck out
+            del found["</s>"]
+        ends = [*eos_token_ids, fast.eos_token_id, *found.values()]
         self.eos_token_ids: tuple[int, ...] = tuple(sorted({int(i) for i in ends if i is not None}))
         self.bos_token_id: int | None = fast.bos_token_id
         # One table for all ids: built on first use of each token.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models.transformer
 from models.attention import dense_attend
 from models.config import UnsupportedModelError, config_from_huggingface
 from models.huggingface import ModelNotFoundError
@@ -82,6 +83,21 @@ def test_logits_in_bfloat16_are_near(gemma):
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_scaled_by_a_rounded_factor(monkeypatch):
+    """As the released weights were trained: the factor has the embeddings' dtype, 6.928 is 6.9375 in bfloat16."""
+    config = tiny_gemma_config(embed_scale=48**0.5)
+    params = random_params(config, dtype=jnp.bfloat16)
+    seen, original = [], models.transformer._attention_inputs
+    monkeypatch.setattr(
+        models.transformer, "_attention_inputs", lambda p, x, *rest: seen.append(x) or original(p, x, *rest)
+    )
+    tokens = jnp.arange(20)
+    forward(params, config, tokens, tokens, dense_attend(tokens, config=config), None)
+    embedded = np.asarray(params["embed"][:20], np.float32)
+    np.testing.assert_array_equal(seen[0], (embedded * 6.9375).astype(jnp.bfloat16))
+    assert (seen[0] != (embedded * 48**0.5).astype(jnp.bfloat16)).any()
 
 
 def test_norm_adds_the_offset_in_float32():

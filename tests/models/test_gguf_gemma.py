@@ -155,6 +155,17 @@ def test_pieces_agree_with_sentencepiece(name, tiny, gemma, tmp_path):
         assert tokenizer.decode(ids) == "user\nHe\n" and 5 in tokenizer.eos_token_ids
 
 
+def test_html_does_not_end_a_text(gemma, tmp_path):
+    """Gemma's vocabulary has the tag </s>, which is no control token; its turns end with another one."""
+    pieces = [
+        ("<eos>" if token == "</s>" else token, score, kind) for token, score, kind in pieces_of("gemma")
+    ]
+    pieces = [("</s>" if token == "<b>" else token, score, kind) for token, score, kind in pieces]
+    tokenizer = GGUFFile(write(tmp_path / "t.gguf", gemma, pieces=pieces)).tokenizer()
+    assert tokenizer.encode("a</s>")[-1] == 10 and tokenizer.decode([10]) == "</s>"
+    assert tokenizer.eos_token_ids == (1, 5)  # <eos>, <end_of_turn>
+
+
 def test_the_same_vocabulary_as_a_hugging_face_directory(gemma, tmp_path):
     """What transformers' own Gemma tokenizer saves is read, and splits texts as SentencePiece does."""
     pieces = pieces_of("gemma")
