@@ -2,7 +2,7 @@
 
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
-  python -m benchmarks.decode_step --shape qwen3-4b
+  python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. The pool is donated and never copied: its temporary memory is printed.
@@ -21,7 +21,8 @@ import numpy as np
 
 import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, trace_kernels
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
+from models.gemma import gemma3_fields
 from models.params import ParamSpec, map_specs, param_specs
 
 LLAMA_8B = ModelConfig(
@@ -51,7 +52,26 @@ QWEN3_4B = ModelConfig(
     tie_embeddings=True,
     qk_norm=True,
 )
-SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B)}
+GEMMA_3_12B = ModelConfig(
+    name="gemma-3-12b",
+    vocab_size=262_208,
+    num_layers=48,
+    hidden_size=3840,
+    intermediate_size=15_360,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    max_positions=131_072,
+    rope_theta=1_000_000.0,
+    rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    sliding_window=1024,
+    sliding_layers=tuple(layer for layer in range(48) if layer % 6 != 5),
+    sliding_rope_theta=10_000.0,
+    **gemma3_fields(hidden_size=3840, query_scale=256**-0.5),
+)
+SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B, GEMMA_3_12B)}
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
@@ -71,8 +91,8 @@ def random_weights(config: ModelConfig) -> Any:
 
 def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
     if retention == 1.0:
-        return tj.BudgetProfile.uniform(config.num_layers, config.num_kv_heads, 1.0)
-    shape = (1, config.num_layers, config.num_kv_heads)
+        return tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
+    shape = (1, len(config.full_layers), config.num_kv_heads)
     ratios = np.random.default_rng(0).lognormal(np.log(retention), 0.8, shape).clip(0.01, 1)
     return tj.BudgetProfile.from_ratios(
         ratios.astype(np.float32), retention=retention, alpha=0.0
@@ -82,7 +102,8 @@ def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
 def measure(
     params: Any, config: ModelConfig, batch: int, tokens: int, retention: float, args: Any, roof: float
 ) -> dict:
-    plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size)
+    sliding = tj.SlidingLayers.of(config, max_tail=64)
+    plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
     needed = batch * plan.pages(tokens, 64)
     page_bytes = plan.page_bytes(config.head_dim, 2)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
@@ -124,7 +145,10 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes
-    kv = batch * plan.entries(tokens) * 2 * config.head_dim * 2
+    entries = plan.entries(tokens)
+    if sliding:
+        entries += sliding.count * config.num_kv_heads * min(tokens, sliding.window - 1)
+    kv = batch * entries * 2 * config.head_dim * 2
     floor = (weights + kv) / roof
     took = float(np.median(times))
     return {
@@ -174,7 +198,9 @@ def main() -> None:
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = SHAPES[args.shape]
-    config = config.replace(num_layers=args.layers or config.num_layers)
+    layers = args.layers or config.num_layers
+    sliding = tuple(layer for layer in config.sliding_layers if layer < layers)
+    config = config.replace(num_layers=layers, sliding_layers=sliding)
     roof = read_roof() * 1e9
     print(
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",

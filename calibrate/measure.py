@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from models.attention import dense_attend
 from models.config import ModelConfig
 from models.rope import rope_frequencies
 from models.transformer import forward
@@ -45,7 +46,8 @@ def calibrate_ratios(
     every head keeps those anyway, and queries that score must not score themselves. Of the rest the best
     ceil(retention * K * m) of the K * m scores stay, with m = n - sinks - window; a head's share is its number of
     them over m. So a layer's mean share is `retention`. Equal scores go to the earlier position, then to the
-    lower head, so that equal heads share alike.
+    lower head, so that equal heads share alike. Layers with a sliding window are not measured, as nothing of them is
+    compressed: L counts `config.full_layers`.
 
     Args:
       tokens: i32[n], n > sinks + window. Everything but `params` and `tokens` is static under jit.
@@ -64,8 +66,11 @@ def calibrate_ratios(
     keep = int(kept_entries(round(retention * PPM), total))  # ceil, exactly
     positions = jnp.arange(n, dtype=jnp.int32)
 
+    windowed = dense_attend(positions, config=config)
+
     def attend(state: list[Array], layer: int, q: Array, k: Array, v: Array) -> tuple[Array, list[Array]]:
-        del layer
+        if layer in config.sliding_layers:
+            return windowed(state, layer, q, k, v)
         out, lse = causal_attention_with_lse(q, k, v, scale=config.attention_scale)
         scores = _score(q, k, v, lse, scorer=scorer, config=config)
         with jax.named_scope("keep"):

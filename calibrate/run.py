@@ -19,6 +19,7 @@ from calibrate.measure import SINKS, aside, calibrate_ratios
 from calibrate.samples import TextSample
 from calibrate.stability import Stability, measure_stability
 from models.config import ModelConfig
+from models.rope import rope_record
 from tangram_jax.plan import CachePlan, Cluster
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import Scorer
@@ -61,7 +62,7 @@ def calibrate(
         for number, text in enumerate(texts):
             out.append(np.asarray(measure(params, tokens=jnp.asarray(text.tokens))))
             if np.isnan(out[-1]).any():
-                layer = int(np.isnan(out[-1]).any(axis=1).argmax())
+                layer = config.full_layers[int(np.isnan(out[-1]).any(axis=1).argmax())]
                 raise FloatingPointError(
                     f"layer {layer} gives scores that are not numbers for sample {number}: the weights are damaged, or "
                     "too large for their dtype"
@@ -77,10 +78,12 @@ def calibrate(
         "model": config.name,
         "model_shape": {
             "layers": config.num_layers,
+            "compressed_layers": len(config.full_layers),
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
         },
+        "rope": rope_record(config),
         "method": scorer.name,
         "method_options": dataclasses.asdict(scorer),  # type: ignore[call-overload]
         "dtype": str(jax.tree.leaves(params)[0].dtype),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from calibrate import shipped_profile
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
+from models.rope import rope_record
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.engine import Engine
 from serve.errors import APIError
@@ -24,6 +25,7 @@ from serve.scheduler import Limits
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
 from tangram_jax.profile import BudgetProfile
+from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
@@ -53,7 +55,7 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
 
     Raises ConfigError when the profile is for another model.
     """
-    shape = (model.num_layers, model.num_kv_heads)
+    shape = (len(model.full_layers), model.num_kv_heads)
     if config.retention == 1.0:
         return BudgetProfile.uniform(*shape, 1.0)
     path = Path(config.profile) if config.profile else shipped_profile(name)
@@ -78,6 +80,14 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
             "--profile %s was calibrated for %s, not for %s: budgets of another model cost quality",
             path,
             made_for,
+            name,
+        )
+    made_under = profile.provenance.get("rope")  # older profiles do not say
+    if made_under is not None and made_under != rope_record(model):
+        log.warning(
+            "The profile %s was calibrated with other RoPE frequencies than %s has now: calibrate with the same "
+            "--hf-overrides as you serve",
+            path,
             name,
         )
     if config.retention is None:
@@ -126,7 +136,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)
     heads_per_page = config.heads_per_page or default_heads_per_page(shape.num_kv_heads)
-    heads = shape.num_kv_heads * (shape.num_layers if config.cluster == "model" else 1)
+    heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
     if heads_per_page > heads:
         raise ConfigError(
             f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
@@ -138,6 +148,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         page_size=batching.page_size,
         cluster=cast(Cluster, config.cluster),
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
+        sliding=SlidingLayers.of(shape, tail),
     )
     stored = config.max_stored_sessions if config.prefix_cache else 0
     itemsize = jnp.dtype(dtype).itemsize
@@ -188,10 +199,16 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         prompt_logprob_chunk=buckets.prompt_logprobs,
     )
     engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
-    full = max_model_len * plan.group_of.size * page_bytes // (plan.heads_per_page * plan.page_size)
-    mib = [round(size / 2**20) for size in (largest * page_bytes, full, num_pages * page_bytes)]
+    full = max_model_len * plan.group_of.size // (plan.heads_per_page * plan.page_size)
+    full += int(
+        plan.group_pages(max_model_len)[plan.num_groups :].sum()
+    )  # rings are as large whatever is kept
+    mib = [round(pages * page_bytes / 2**20) for pages in (largest, full, num_pages)]
+    windows = (
+        f" ({plan.rings.layers} of them with a window of {plan.rings.window} tokens)" if plan.rings else ""
+    )
     summary = (
-        f"{model.name}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
+        f"{model.name}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
         f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"

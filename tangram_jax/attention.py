@@ -192,7 +192,8 @@ def window_attention(
     """A chunk's queries, each over the `window` last tokens up to its own, as XLA operations.
 
     q [T, K, G, D]; k and v [window - 1 + T, K, D], where `behind` i32[] rows come before that of the first query
-    (`rings.with_history`) -> [T, K, G, D] in float32 or q's dtype. Rows past the chunk's valid tokens give finite values without meaning.
+    (`rings.with_history`) -> [T, K, G, D] in float32 or q's dtype. Rows past the chunk's valid tokens give finite values
+    without meaning.
     """
     tokens, heads, group, head_dim = q.shape
     outs = []

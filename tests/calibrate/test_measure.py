@@ -126,3 +126,28 @@ def test_bad_input_is_named():
         calibrate_ratios(PARAMS, CONFIG, tokens(36), get_scorer("snapkv"), 0.5)
     with pytest.raises(ValueError, match="retention is the kept fraction"):
         calibrate_ratios(PARAMS, CONFIG, tokens(64), get_scorer("snapkv"), 0.0)
+
+
+def test_layers_with_a_window_are_not_measured():
+    """Their attention is windowed, though: the layers after them see what it gives."""
+    config = CONFIG.replace(sliding_window=9, sliding_layers=(0, 2))
+    ids = tokens(80)
+    shares = calibrate_ratios(PARAMS, config, ids, get_scorer("keydiff"), 0.3)
+    assert shares.shape == (2, 4)
+    keys = []
+
+    def attend(state, layer, q, k, v):
+        keys.append(k)
+        return windowed(state, layer, q, k, v)
+
+    windowed = dense_attend(jnp.arange(80), config=config)
+    forward(PARAMS, config, ids, jnp.arange(80), attend, ())
+    for share, layer in zip(shares, (1, 3), strict=True):
+        unit = keys[layer] / jnp.linalg.norm(keys[layer], axis=-1, keepdims=True)
+        scores = -(unit * unit.mean(axis=0) / jnp.linalg.norm(unit.mean(axis=0), axis=-1, keepdims=True)).sum(
+            -1
+        )
+        flat = np.asarray(scores[4:-32]).reshape(-1)
+        best = np.argsort(-flat, kind="stable")[: int(np.ceil(0.3 * flat.size))]
+        want = np.bincount(best % 4, minlength=4) / (80 - 36)
+        np.testing.assert_allclose(share, want, atol=0.03)

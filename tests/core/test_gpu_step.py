@@ -7,14 +7,17 @@ import pytest
 
 import tangram_jax as tj
 from models.attention import dense_attend
-from models.testing import random_params, tiny_config
+from models.config import ModelConfig
+from models.testing import random_params, tiny_config, tiny_gemma_config
 from models.transformer import forward
 from pallas_kernels import chunk_prefill, ragged_decode
 from tangram_jax import gpu_attention
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
+CONFIG = tiny_config(**SHAPE)
+GEMMA = tiny_gemma_config(**SHAPE, sliding_layers=(0,), sliding_window=150, embed_scale=16.0)
 HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
 SNAPKV = tj.get_scorer("snapkv")
 ROW = np.int32(1)
@@ -29,22 +32,26 @@ def functions():
     return prefill, jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnames="cache")
 
 
-def run_prompt(prefill, params, plan, cache, tokens, size):
+def run_prompt(prefill, params, plan, cache, tokens, size, config=CONFIG):
     logits = None
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
         padded = np.pad(part, (0, size - len(part)))
         logits, cache = prefill(
-            params, CONFIG, plan, cache, scorer=SNAPKV, row=ROW, tokens=padded, count=np.int32(len(part))
+            params, config, plan, cache, scorer=SNAPKV, row=ROW, tokens=padded, count=np.int32(len(part))
         )
     return logits, cache
 
 
-def new_cache(plan, tail: int) -> tj.Cache:
+def new_cache(plan, tail: int, config: ModelConfig = CONFIG) -> tj.Cache:
     cache = tj.init_cache(
-        plan, CONFIG, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+        plan, config, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
     )
     return tj.reserve(plan, cache, ROW, np.int32(1024), np.int32(tail))
+
+
+def refuse(*_, **__):
+    raise NotImplementedError("for this test")
 
 
 def relative(got, want) -> float:
@@ -52,26 +59,48 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@pytest.mark.parametrize("cluster", ["layer", "model"])
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_full_retention_is_dense_attention(cluster, page_size):
-    tokens = np.random.default_rng(0).integers(8, CONFIG.vocab_size, 530).astype(np.int32)
-    exact = random_params(CONFIG, 0)
-    want, _ = jax.jit(lambda p, t: forward(p, CONFIG, t, jnp.arange(530), dense_attend(jnp.arange(530)), ()))(
-        exact, tokens
-    )
+def uniform_plan(config, page_size, cluster="layer"):
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
+    sliding = tj.SlidingLayers.of(config, max_tail=64)
+    return tj.CachePlan.build(profile, 2, page_size, cluster, sliding=sliding)
+
+
+def errors_against_dense(config: ModelConfig, plan: tj.CachePlan, chunk: int) -> list[float]:
+    """Of the logits after a prompt in chunks and of the tokens that follow one by one."""
+    tokens = np.random.default_rng(0).integers(8, config.vocab_size, 530).astype(np.int32)
+    exact = random_params(config, 0)
+    attend = dense_attend(jnp.arange(530), config=config)
+    want, _ = jax.jit(lambda p, t: forward(p, config, t, jnp.arange(530), attend, ()))(exact, tokens)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
-    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(*HEADS, 1.0), 2, page_size, cluster)
     prefill, decode = functions()
-    logits, cache = run_prompt(prefill, params, plan, new_cache(plan, 64), tokens[:512], 128)
+    cache = new_cache(plan, 64, config)
+    logits, cache = run_prompt(prefill, params, plan, cache, tokens[:512], chunk, config)
     errors = [relative(logits, want[511])]
     for i in range(512, 530):
         beside = i % 2  # empty slots; the step adds one to a token alone
         rows, given = np.array([9] * beside + [1], np.int32), np.array([0] * beside + [tokens[i]], np.int32)
-        out, cache = decode(params, CONFIG, plan, cache, rows=rows, tokens=given)
-        assert out.shape == (1 + beside, CONFIG.vocab_size)
+        out, cache = decode(params, config, plan, cache, rows=rows, tokens=given)
+        assert out.shape == (1 + beside, config.vocab_size)
         errors.append(relative(out[-1], want[i]))
+    return errors
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_full_retention_is_dense_attention(cluster, page_size):
+    errors = errors_against_dense(CONFIG, uniform_plan(CONFIG, page_size, cluster), 128)
     # bfloat16 under sharp random attention; a wrong entry or position gives about 1.
+    assert max(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("way", ["kernels", "cudnn"])
+@pytest.mark.parametrize("chunk", [128, 512])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_sliding_windows_are_dense_attention(page_size, chunk, way, monkeypatch):
+    """Rings that have gone round, chunks shorter and longer than the window."""
+    if way == "cudnn":
+        monkeypatch.setattr(chunk_prefill, "check_supported", refuse)
+    errors = errors_against_dense(GEMMA, uniform_plan(GEMMA, page_size), chunk)
     assert max(errors) < 0.1, errors
 
 
@@ -93,9 +122,6 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
         out, cache = decode(params, CONFIG, plan, cache, rows=rows, tokens=next_token)
         again, _ = decode(params, CONFIG, plan, cache, rows=rows, tokens=next_token)
         return logits, out[0], again[0]
-
-    def refuse(*_, **__):
-        raise NotImplementedError("for this test")
 
     traced: list[str] = []
     for module, name in (

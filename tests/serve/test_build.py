@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.config import RopeScaling
 from models.registry import LoadedModel
+from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
 from serve.build import build_engine, choose_profile, make_buckets, sampling_defaults
@@ -104,3 +106,35 @@ def test_a_profile_of_another_model_is_named(tmp_path, caplog):
         assert all(
             "calibrated for other/base, not for tiny" in record.getMessage() for record in caplog.records
         )
+
+
+def test_a_profile_measured_under_other_frequencies_is_named(tmp_path, caplog):
+    config = tiny_config(num_layers=2)
+    stretched = config.replace(rope_scaling=RopeScaling(kind="factors", factors=(1.0, 2.0)))
+    for made_under, served, warnings in (
+        (config, config, 0), (stretched, stretched, 0), (config, stretched, 1), (stretched, config, 1),
+        (config, config.replace(rope_theta=1e6), 1),
+    ):  # fmt: skip
+        profile = BudgetProfile(
+            budgets=np.full((2, 4), 0.5), retention=0.5, provenance={"rope": rope_record(made_under)}
+        )
+        profile.save(tmp_path / "p.npz")
+        caplog.clear()
+        choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), served, "tiny")
+        assert len(caplog.records) == warnings
+        assert all("other RoPE frequencies" in record.getMessage() for record in caplog.records)
+
+
+def test_models_with_sliding_windows():
+    """The largest request that fits counts the rings; only the other layers have budgets."""
+    config = tiny_config(sliding_window=100, sliding_layers=(0, 1, 3))
+    model = LoadedModel(
+        config=config, params=random_params(config, 0), tokenizer=tiny_tokenizer(), name="tiny"
+    )
+    options = ServeConfig(retention=0.5, max_model_len=2048, kv_cache_bytes=64 << 20)
+    built = build_engine(options, model, dtype=np.dtype("float32"))
+    plan = built.plan
+    assert plan.group_of.shape == (1, 4)
+    assert plan.rings.layers == 3 and plan.rings.slots >= 100 + 256 + plan.window
+    assert "4 layers (3 of them with a window of 100 tokens)" in built.summary
+    assert built.engine._scheduler.rows.pages.empty().owned.shape == (plan.num_page_lists,)

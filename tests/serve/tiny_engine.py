@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 
 import tangram_jax as tj
 from models.attention import dense_attend
+from models.config import ModelConfig
 from models.testing import random_params, tiny_config
 from models.transformer import forward
 from serve.args import ServeConfig
@@ -23,6 +24,7 @@ from serve.runner import Buckets, Runner
 from serve.scheduler import Limits
 
 CONFIG = tiny_config(num_layers=2)
+WINDOWED = CONFIG.replace(sliding_window=40, sliding_layers=(0,))  # of the same weights
 PARAMS = random_params(CONFIG, 0)
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
@@ -32,17 +34,21 @@ BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 
 @cache
 def tiny_runner(kind: str) -> Runner:
-    """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model."""
-    if kind == "full":
-        profile = tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 1.0)
-    else:
+    """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model.
+
+    "window": all of layer 1, and of layer 0 what its sliding window of 40 tokens shows.
+    """
+    config = WINDOWED if kind == "window" else CONFIG
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
+    if kind == "ragged":
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
     plan = tj.CachePlan.build(
-        profile, heads_per_page=2, page_size=8, cluster="model", window=16, min_entries=0
-    )
+        profile, heads_per_page=2, page_size=8, cluster="model", window=16, min_entries=0,
+        sliding=tj.SlidingLayers.of(config, MAX_TAIL),
+    )  # fmt: skip
     return Runner(
         PARAMS,
-        CONFIG,
+        config,
         plan,
         tj.get_scorer(ServeConfig().scorer),
         BUCKETS,
@@ -202,17 +208,17 @@ def tiny_engine(
 # The reference
 
 
-@jax.jit
-def _dense(tokens: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def _dense(config: ModelConfig, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(LENGTH)
-    return forward(PARAMS, CONFIG, tokens, positions, dense_attend(positions), ())[0]
+    return forward(PARAMS, config, tokens, positions, dense_attend(positions, config=config), ())[0]
 
 
-def dense_logits(tokens: list[int]) -> np.ndarray:
+def dense_logits(tokens: list[int], config: ModelConfig = CONFIG) -> np.ndarray:
     """f32[n, V]: row i are the logits after token i, by plain causal attention over all tokens."""
     padded = np.zeros(LENGTH, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_dense(padded))[: len(tokens)]
+    return np.asarray(_dense(config, padded))[: len(tokens)]
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -228,11 +234,12 @@ def greedy(
     banned: tuple[int, ...] = (),
     banned_until: int = 0,
     penalize: Any = None,
+    config: ModelConfig = CONFIG,
 ) -> list[int]:
     """The greedy continuation: `banned` ids not before `banned_until` tokens, logits through `penalize` if given."""
     tokens = list(prompt)
     for i in range(count):
-        logits = dense_logits(tokens)[-1].astype(np.float64)
+        logits = dense_logits(tokens, config)[-1].astype(np.float64)
         if i < banned_until:
             logits[list(banned)] = -np.inf
         if penalize:
