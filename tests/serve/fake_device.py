@@ -40,13 +40,17 @@ def expected(prompt: list[int], seed: int, count: int, stops: tuple[int, ...] = 
 
 @dataclass
 class FakeRow:
-    """One row: what it holds, and its pages by group. `compressed` is the highest count it was compressed at."""
+    """One row: what it holds, and its pages by group. `compressed` is the highest count it was compressed at.
+
+    In its rings the entries of positions below `lost` are overwritten.
+    """
 
     content: list[int] = field(default_factory=list)
     compressed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     seed: int = 0
     last_token: int = 0
+    lost: int = 0
 
     @property
     def tail(self) -> int:
@@ -67,7 +71,7 @@ class FakeDevice:
         self.rows = [self._empty() for _ in range(self.limits.max_running + self.limits.max_stored)]
 
     def _empty(self) -> FakeRow:
-        return FakeRow(pages=[[] for _ in range(self.plan.num_groups)])
+        return FakeRow(pages=[[] for _ in range(self.plan.num_page_lists)])
 
     def _take(self) -> int:
         assert self.free, "the scheduler took a page that is not free"
@@ -91,7 +95,7 @@ class FakeDevice:
 
     def trim(self, row: int, tokens: int, tail: int) -> None:
         self.calls.append(("trim", row, tokens, tail))
-        shared = self.plan.locked(self.rows[row].compressed) // self.plan.page_size
+        shared = self.plan.shared_group_pages(self.rows[row].compressed)
         wanted = self.plan.group_pages(tokens, tail)
         assert (wanted >= shared).all()
         for pages, count in zip(self.rows[row].pages, wanted, strict=True):
@@ -112,13 +116,11 @@ class FakeDevice:
         assert not any(self.rows[dst].pages)
         assert src != dst
         pages = []
-        for full, own in zip(
-            self.plan.locked(source.compressed) // self.plan.page_size, source.pages, strict=True
-        ):
+        for full, own in zip(self.plan.shared_group_pages(source.compressed), source.pages, strict=True):
             for page in own[:full]:
                 self.owners[page] += 1
             pages.append(own[:full] + [self._take() for _ in own[full:]])
-        self.rows[dst] = FakeRow(list(source.content), source.compressed, pages)
+        self.rows[dst] = FakeRow(list(source.content), source.compressed, pages, lost=source.lost)
 
     def release(self, row: int) -> None:
         self.calls.append(("release", row))
@@ -152,6 +154,7 @@ class FakeDevice:
                 assert not work.decode
             assert 1 <= len(chunk.tokens) <= most
             assert chunk.start == len(row.content)
+            self._enter_rings(row, len(chunk.tokens), whole_pages=True)
             row.content += chunk.tokens.tolist()
             assert len(row.content) >= row.compressed, "a chunk after a rollback must reach the old count"
             row.compressed = len(row.content)
@@ -164,6 +167,7 @@ class FakeDevice:
             assert sequence.state.row not in rows
             row = self.rows[sequence.state.row]
             assert 0 <= row.tail < self.limits.max_tail
+            self._enter_rings(row, 1)
             row.content.append(row.last_token)
             self._check_pages(row)
             sequences.append(sequence)
@@ -186,15 +190,28 @@ class FakeDevice:
             handles.append(Handles([sequence], np.asarray([row.last_token], np.int32)))  # type: ignore[arg-type]
         return handles
 
+    def _enter_rings(self, row: FakeRow, count: int, whole_pages: bool = False) -> None:
+        """All that a window still shows must be there; then `count` tokens overwrite what is oldest."""
+        if not (rings := self.plan.rings):
+            return
+        held = len(row.content)
+        assert held - (rings.window - 1) >= row.lost or not row.lost, "a ring lost what its window shows"
+        first = held + count - rings.slots
+        if whole_pages:
+            first = ((held + count - 1) // rings.page_size - rings.pages + 1) * rings.page_size
+        row.lost = max(row.lost, first)
+
     def _check_pages(self, row: FakeRow) -> None:
         """Every entry has its page, no page beyond what a row of the table can hold, one owner where it is written."""
         need = self.plan.group_pages(row.compressed, row.tail)
         longest = self.limits.max_model_len
-        most = np.minimum(self.plan.lengths(longest) + self.limits.max_tail, longest)
-        locked = self.plan.locked(row.compressed)
+        entries = np.minimum(self.plan.lengths(longest) + self.limits.max_tail, longest)
+        most = self.plan.group_pages(longest)
+        most[: len(entries)] = -(-entries // self.plan.page_size)
+        shared = self.plan.shared_group_pages(row.compressed)
         for m, pages in enumerate(row.pages):
-            assert need[m] <= len(pages) <= -(-most[m] // self.plan.page_size)
-            for page in pages[locked[m] // self.plan.page_size :]:
+            assert need[m] <= len(pages) <= most[m]
+            for page in pages[shared[m] :]:
                 assert self.owners[page] == 1, "entries that can change lie in a shared page"
         assert len(row.content) <= longest
 

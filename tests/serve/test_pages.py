@@ -14,14 +14,22 @@ from models.testing import tiny_config
 from serve.pages import Holding, PageBook
 from tests.serve.loop import make_plan
 
-PAGES, ROWS, MAX_TOKENS, MAX_TAIL = 90, 4, 60, 12
-CONFIG = tiny_config(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, hidden_size=8)
+PAGES, ROWS, MAX_TOKENS, MAX_TAIL = 110, 4, 60, 12
+CONFIG = tiny_config(
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_size=8,
+    sliding_window=10,
+    sliding_layers=(1,),
+)
 
 
 @cache
 def empty_cache():
-    """(plan, host copy of an empty cache): six groups of budgets 0.05 to 1."""
-    plan = make_plan()
+    """(plan, host copy of an empty cache): six groups of budgets 0.05 to 1, and two of a sliding-window layer."""
+    plan = make_plan(sliding=tj.SlidingLayers.of(CONFIG, MAX_TAIL))
     empty = tj.init_cache(
         plan, CONFIG, num_pages=PAGES, max_requests=ROWS, max_tokens=MAX_TOKENS, max_tail=MAX_TAIL
     )
@@ -34,7 +42,7 @@ class Both:
     def __init__(self) -> None:
         self.plan, empty = empty_cache()
         self.cache = jax.tree.map(jnp.asarray, empty)
-        self.book = PageBook(PAGES, self.plan.num_groups)
+        self.book = PageBook(PAGES, self.plan.num_page_lists)
         self.rows: list[Holding | None] = [None] * ROWS
         self.counts = [(0, 0)] * ROWS  # tokens, tail
 
@@ -82,7 +90,7 @@ class Both:
         holding = self.rows[src]
         if holding is None or self.rows[dst] is not None:
             return
-        full = self.plan.locked(self.counts[src][0]) // self.plan.page_size
+        full = self.plan.shared_group_pages(self.counts[src][0])
         before, cost = self.book.free, self.book.fork_cost(holding, full)
         if cost > before:
             return
@@ -105,8 +113,8 @@ class Both:
         assert self.book.used == PAGES - self.book.free
         table, layout = np.asarray(self.cache.table), self.cache.layout
         for row, holding in enumerate(self.rows):
-            owned = np.bincount(layout.group[table[row] >= 0], minlength=self.plan.num_groups)
-            assert owned.tolist() == (holding.owned.tolist() if holding else [0] * self.plan.num_groups)
+            owned = np.bincount(layout.group[table[row] >= 0], minlength=self.plan.num_page_lists)
+            assert owned.tolist() == (holding.owned.tolist() if holding else [0] * self.plan.num_page_lists)
 
 
 row = st.integers(0, ROWS - 1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from serve.request import RequestRejected
+from tangram_jax.rings import SlidingLayers
 from tests.serve.fake_device import VOCAB
 from tests.serve.loop import Loop, make_limits, make_plan
 
@@ -71,6 +72,12 @@ CASES = {
     "small full pool": ({"max_running": 5, "max_stored": 5}, FULL, 170),
     "tiny window": ({"max_running": 4, "max_tail": 3}, make_plan(window=1, min_entries=0), 120),
     "zero budgets": ({}, make_plan([[0.0, 0.6], [0.2, 0.9]], min_entries=0), 160),
+    "sliding windows": ({}, make_plan(sliding=SlidingLayers(2, 9, max_tail=12)), 700),
+    "rings in a small pool": (
+        {"max_running": 4, "max_tail": 9},
+        make_plan(sliding=SlidingLayers(1, 30, max_tail=9)),
+        230,
+    ),
     "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
 }
 
