@@ -16,7 +16,7 @@ from models.gguf_tokenizer import merges_of_scores
 from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
 from models.transformer import forward
-from tests.models.checkpoints import GOLDEN, golden_tensors
+from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors
 from tests.models.gguf_files import write_gguf
 
 SENTENCEPIECE = json.loads((GOLDEN / "sentencepiece.json").read_text())
@@ -181,6 +181,24 @@ def test_the_same_vocabulary_as_a_hugging_face_directory(gemma, tmp_path):
     for text, ids in zip(PIECE_TEXTS, SENTENCEPIECE["gemma"]["ids"], strict=True):
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.decode(ids) == text.replace("▁", " ")
+
+
+def test_merges_follow_the_scores():
+    """Whatever the order of the vocabulary; pieces that are not normal ones take no part."""
+    tokens = ["a", "b", "c", "ab", "bc", "abc", "cc", "ca"]
+    scores = [-9.0, -9.0, -9.0, -3.0, -1.0, -2.0, -0.5, -0.1]
+    merges = merges_of_scores(tokens, scores, [1, 1, 1, 1, 1, 1, 4, 1])
+    assert merges == [("c", "a"), ("b", "c"), ("a", "bc"), ("ab", "c"), ("a", "b")]
+
+
+def test_tensors_for_images_are_left_out(gemma, tmp_path, cache):
+    source = Tensors(
+        gemma[0].tensors | {"v.patch_embd.weight": np.zeros(3), "mm.input_projection.weight": np.zeros(3)}
+    )
+    loaded = load_model(
+        write(tmp_path / "i.gguf", (source, gemma[1]), pieces=pieces_of("gemma")[:128]), progress=False
+    )
+    assert set(loaded.params) == {"embed", "final_norm", "layers"}
 
 
 def test_pieces_without_scores_are_refused(gemma, tmp_path):
