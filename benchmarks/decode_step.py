@@ -75,6 +75,13 @@ SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B, GEMMA_3_12B)}
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
+def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
+    """The shape with fewer layers, for a quick look; all of them if None."""
+    count = count or config.num_layers
+    sliding = tuple(layer for layer in config.sliding_layers if layer < count)
+    return config.replace(num_layers=count, sliding_layers=sliding)
+
+
 def random_weights(config: ModelConfig) -> Any:
     """bfloat16 weights, made on the device."""
     keys = iter(jax.random.split(jax.random.key(0), 16 * config.num_layers + 16))
@@ -198,9 +205,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = SHAPES[args.shape]
-    layers = args.layers or config.num_layers
-    sliding = tuple(layer for layer in config.sliding_layers if layer < layers)
-    config = config.replace(num_layers=layers, sliding_layers=sliding)
+    config = first_layers(config, args.layers)
     roof = read_roof() * 1e9
     print(
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",

@@ -44,7 +44,7 @@ SMALL = ModelConfig(
     max_positions=8192,
     rope_theta=100_000.0,
 )
-SHAPES = {"llama-8b": decode_step.LLAMA_8B, "small": SMALL}
+SHAPES = {"llama-8b": decode_step.LLAMA_8B, "gemma-12b": decode_step.GEMMA_3_12B, "small": SMALL}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {"temperature": 1.0},
@@ -111,6 +111,21 @@ def run(engine: Engine, prompts: np.ndarray, steps: int, most: int, params: dict
     return {"ms": outputs.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
 
 
+def answer_all(engine: Engine, prompts: list[list[int]], generate: int) -> tuple[float, Outputs]:
+    """Seconds until all are answered greedily with `generate` tokens, and what came."""
+    how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
+    outputs = Outputs(len(prompts))
+    began = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        request = GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=how)
+        engine.submit(request, outputs.receiver(i))
+    outputs.done.wait()
+    seconds = time.perf_counter() - began
+    if outputs.errors:
+        raise RuntimeError(outputs.errors[0])
+    return seconds, outputs
+
+
 def most_tokens(args: argparse.Namespace) -> int:
     """Tokens that a request may generate: `steps`, and what the first ones get while the last ones' prompts are prefilled.
 
@@ -150,9 +165,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="sampling without sampling.compiler_options()")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
-    config = SHAPES[args.shape]
-    if args.layers:
-        config = config.replace(num_layers=args.layers)
+    config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     longest = args.context + most_tokens(args)
     if longest > config.max_positions:
         parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")

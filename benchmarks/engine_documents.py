@@ -10,7 +10,6 @@ prompts' tokens that were not prefilled for their request.
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,7 @@ import jax
 import numpy as np
 
 from benchmarks import decode_step
-from benchmarks.engine_decode import SHAPES, Outputs, start_engine
-from serve.engine import Engine
-from serve.request import GenerationRequest, SamplingParams
-
-
-def answer(engine: Engine, prompts: list[list[int]], generate: int) -> tuple[float, float]:
-    """Seconds until all are answered, and the cached share."""
-    how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
-    outputs = Outputs(len(prompts))
-    began = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        request = GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=how)
-        engine.submit(request, outputs.receiver(i))
-    outputs.done.wait()
-    seconds = time.perf_counter() - began
-    if outputs.errors:
-        raise RuntimeError(outputs.errors[0])
-    return seconds, outputs.cached / sum(map(len, prompts))
+from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 
 
 def main() -> None:
@@ -70,7 +52,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, whose in (("a document each", None), ("one document", document), ("the same again", document)):
         prompts = [(whose or tokens(args.document)) + tokens(args.question) for _ in range(args.questions)]
-        seconds, cached = answer(engine, prompts, args.generate)
+        seconds, outputs = answer_all(engine, prompts, args.generate)
+        cached = outputs.cached / sum(map(len, prompts))
         ratio = rows[0]["seconds"] / seconds if rows else 1.0
         rows.append(
             {

@@ -12,7 +12,6 @@ the engine still held.
 import argparse
 import gc
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,17 @@ import jax
 import numpy as np
 
 from benchmarks import decode_step
-from benchmarks.engine_decode import SHAPES, Outputs, start_engine
+from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from serve.engine import Engine
-from serve.request import GenerationRequest, SamplingParams
 
 
 def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """Seconds until all have answered and the share of prompt tokens found in the cache, of every turn."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, args.history).tolist() for _ in range(args.sessions)]
-    how = SamplingParams(max_tokens=args.generate, ignore_eos=True, temperature=0.0)
     rows = []
     for turn in range(args.turns):
-        outputs = Outputs(args.sessions)
-        began = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            request = GenerationRequest(request_id=str(i), prompt_ids=prompt, sampling=how)
-            engine.submit(request, outputs.receiver(i))
-        outputs.done.wait()
-        seconds = time.perf_counter() - began
-        if outputs.errors:
-            raise RuntimeError(outputs.errors[0])
+        seconds, outputs = answer_all(engine, prompts, args.generate)
         cached = outputs.cached / sum(map(len, prompts))
         rows.append({"turn": turn + 1, "seconds": round(seconds, 2), "cached": round(cached, 3)})
         print(rows[-1], flush=True)
@@ -67,9 +56,7 @@ def main() -> None:
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
-    config = SHAPES[args.shape]
-    if args.layers:
-        config = config.replace(num_layers=args.layers)
+    config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     params = decode_step.random_weights(config)
     device = jax.devices()[0].device_kind
     print(device, flush=True)

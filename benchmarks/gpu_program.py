@@ -27,7 +27,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tangram_jax as tj
-from benchmarks.decode_step import LLAMA_8B, ragged
+from benchmarks.decode_step import LLAMA_8B, SHAPES, first_layers, ragged
+from models.config import ModelConfig
 from models.params import map_specs, param_specs
 from pallas_kernels import support
 from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
@@ -90,15 +91,14 @@ def compiled_sampling(rows: int, variant: Variant) -> Any:
     )
 
 
-def compiled_step(layers: int, chunk: int, decode: int, scorer: str) -> Any:
-    """The compiled program of one `tj.step` of Llama-3.1-8B's shape at retention 0.25, nothing of it allocated."""
+def compiled_step(config: ModelConfig, chunk: int, decode: int, scorer: str) -> Any:
+    """The compiled program of one `tj.step` of a model's shape at retention 0.25, nothing of it allocated."""
     where = h200()
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    config = LLAMA_8B.replace(num_layers=layers)
-    plan = tj.CachePlan.build(ragged(config, 0.25), 4, 64)
+    plan = tj.CachePlan.build(ragged(config, 0.25), 4, 64, sliding=tj.SlidingLayers.of(config))
     params = map_specs(lambda spec: abstract(spec.shape, jnp.bfloat16), param_specs(config))
     make = jax.eval_shape(
         lambda: tj.init_cache(
@@ -152,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--shape", choices=SHAPES, default=LLAMA_8B.name)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--decode", type=int, default=32, help="requests that decode")
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk of one more request")
@@ -165,7 +166,8 @@ def main() -> None:
     if args.sampling:
         program = compiled_sampling(args.decode, GREEDY if args.sampling == "greedy" else FULL)
     else:
-        program = compiled_step(args.layers, args.chunk, args.decode, args.scorer)
+        config = first_layers(SHAPES[args.shape], args.layers)
+        program = compiled_step(config, args.chunk, args.decode, args.scorer)
     listed = kernels(program.as_text())
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:
