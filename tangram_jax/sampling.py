@@ -4,7 +4,8 @@ A `SamplerState` holds one row for each request. A token depends on its row's lo
 tokens generated, and on nothing else: not on the row, nor on what else is in the batch.
 
 Meaning and order are vLLM's: min_tokens' ban and logit_bias, then penalties (repetition over prompt and output, presence and
-frequency over output), temperature, min-p, top-k, top-p; logprobs are those of the raw logits.
+frequency over output), a mask of the tokens that a grammar allows, temperature, min-p, top-k, top-p; logprobs are those of
+the raw logits.
 """
 
 import operator
@@ -21,7 +22,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs
+from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs, restrict
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
 MAX_BIASES = 300  # tokens with a logit bias in one request
@@ -273,14 +274,15 @@ def compiler_options() -> dict[str, str] | None:
 
 
 def sample(
-    logits: Array, state: SamplerState, rows: Array, *, variant: Variant = FULL
+    logits: Array, state: SamplerState, rows: Array, mask: Array | None = None, *, variant: Variant = FULL
 ) -> tuple[Array, Array | None, Array | None, Array | None, SamplerState]:
     """Choose the next token of each of `rows` i32[B] (all different, or no row: padding) from `logits` f32[B, V].
 
     Returns (tokens i32[B], logprobs f32[B], top_ids i32[B, Kt], top_logprobs f32[B, Kt], state); the three in the
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
     Give a padding row a number of `num_rows` or more; its results mean nothing. `variant` is static under jit, which wants
-    `compiler_options()`.
+    `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
+    sampled as without a mask.
     """
     logits = logits.astype(jnp.float32)
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
@@ -291,6 +293,8 @@ def sample(
         with jax.named_scope("penalties"):
             seen = state.seen.at[rows].get(mode="fill", fill_value=0)
             biased = _penalize(biased, seen, floats)
+    if mask is not None:
+        biased = restrict(biased, mask)
 
     with jax.named_scope("greedy"):
         tokens = argmax(biased)

@@ -14,8 +14,25 @@ from jax import Array, lax
 CANDIDATES = 64  # probabilities looked at before bisection
 _BLOCK = 128  # tokens in a block of what works in two levels
 _LOG_TINY = -60.0  # a token exp(60) times less likely than the best one has probability 0
+_LEAST = -1e30  # logit of what a mask allows and a ban forbids: still above -inf, and finite over any temperature
 
 _Bounds = tuple[Array, Array, Array, Array]
+
+
+def mask_words(vocab: int) -> int:
+    """32-bit words of a mask with a bit for each token."""
+    return -(-vocab // 32)
+
+
+def restrict(logits: Array, mask: Array) -> Array:
+    """`logits` f32[B, V] where `mask` u32[B, mask_words(V)] has a bit (token t: bit t % 32 of word t // 32), -inf elsewhere.
+
+    An allowed token stays possible even at -inf: where a ban or a bias leaves nothing else, the mask still wins.
+    """
+    with jax.named_scope("mask"):
+        bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] != 0
+        return jnp.where(allowed, jnp.maximum(logits, _LEAST), -jnp.inf)
 
 
 def relative_probs(logits: Array, temperature: Array) -> Array:
