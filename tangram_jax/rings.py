@@ -66,12 +66,8 @@ class Rings:
         )
 
     @property
-    def groups_per_layer(self) -> int:
-        return -(-self.kv_heads // self.heads_per_page)
-
-    @property
     def num_groups(self) -> int:
-        return self.layers * self.groups_per_layer
+        return -(-self.layers * self.kv_heads // self.heads_per_page)
 
     @property
     def slots(self) -> int:
@@ -79,10 +75,23 @@ class Rings:
         return self.pages * self.page_size
 
     @property
+    def group_of(self) -> np.ndarray:
+        """int32[layers, K]. Heads fill the columns as they come: groups of all layers hold the same positions."""
+        head = np.arange(self.layers * self.kv_heads, dtype=np.int32)
+        return (head // self.heads_per_page).reshape(self.layers, self.kv_heads)
+
+    @property
+    def column_of(self) -> np.ndarray:
+        """int32[layers, K]"""
+        head = np.arange(self.layers * self.kv_heads, dtype=np.int32)
+        return (head % self.heads_per_page).reshape(self.layers, self.kv_heads)
+
+    @property
     def head_at(self) -> np.ndarray:
         """int32[groups, Hp]: the head (sliding layer * K + KV head) of each column, -1 where a column is empty."""
-        table = np.full((self.layers, self.groups_per_layer * self.heads_per_page), -1, np.int32)
-        table[:, : self.kv_heads] = np.arange(self.layers * self.kv_heads).reshape(self.layers, -1)
+        heads = self.layers * self.kv_heads
+        table = np.full(self.num_groups * self.heads_per_page, -1, np.int32)
+        table[:heads] = np.arange(heads)
         return table.reshape(-1, self.heads_per_page)
 
     def group_pages(self, tokens: Any) -> Any:
@@ -91,31 +100,37 @@ class Rings:
         return pages + (pages > self.pages) * (self.pages - pages)
 
 
-def visible_pages(
-    rings: Rings, pool: jax.Array, table: jax.Array, first: int, tokens: jax.Array
-) -> StepPages:
+# A row of the cache that is never as long as a ring has fewer columns for it: C is how many there are, from here on.
+
+
+def row_rings(rings: Rings, table: jax.Array, layout: Any) -> jax.Array:
+    """The pages of the rings i32[..., groups, C] from rows of the table i32[..., R]; `layout` is the cache's."""
+    first = len(layout.capacity) - rings.num_groups
+    columns = layout.capacity[first]
+    return table[..., int(layout.first[first]) :].reshape(*table.shape[:-1], rings.num_groups, columns)
+
+
+def visible_pages(rings: Rings, pool: jax.Array, numbers: jax.Array, tokens: jax.Array) -> StepPages:
     """What the next token of each request sees of its rings, in order of positions.
 
-    `table` i32[B, R] the rows of the requests, `first` where their rings begin, `tokens` i32[B] how many each has, 0 in
-    an empty slot. The first pages begin with `skip` entries that are out of sight.
+    `numbers` i32[B, groups, C] the requests' pages, `tokens` i32[B] how many each has, 0 in an empty slot. The first pages
+    begin with `skip` entries that are out of sight.
     """
-    size = rings.page_size
+    size, (batch, _, columns) = rings.page_size, numbers.shape
     oldest = jnp.maximum(tokens - (rings.window - 1), 0)
     page = oldest // size
-    # Rotated: the page with the oldest entry first. The last one may be the first once more, at most.
-    at = (page[:, None] + np.arange(rings.pages)) % rings.pages  # [B, C]
-    numbers = table[:, first:].reshape(len(tokens), rings.num_groups, rings.pages)
+    # Turned, so that the page with the oldest entry comes first.
+    at = (page[:, None] + np.arange(columns)) % columns  # [B, C]
     turned = jnp.take_along_axis(numbers, at[:, None], axis=2)
-    shape = (len(tokens), rings.layers, rings.kv_heads)
-    head = np.arange(rings.kv_heads)
-    group = np.arange(rings.layers)[:, None] * rings.groups_per_layer + head // rings.heads_per_page
     return StepPages(
         pool=pool,
-        table=turned.reshape(len(tokens), -1),
-        rows=jnp.arange(len(tokens), dtype=jnp.int32),
-        lengths=jnp.broadcast_to((tokens - page * size)[:, None, None], shape),
-        first=(group * rings.pages).astype(np.int32),
-        column=np.broadcast_to(head % rings.heads_per_page, group.shape).astype(np.int32),
+        table=turned.reshape(batch, -1),
+        rows=jnp.arange(batch, dtype=jnp.int32),
+        lengths=jnp.broadcast_to(
+            (tokens - page * size)[:, None, None], (batch, rings.layers, rings.kv_heads)
+        ),
+        first=rings.group_of * columns,
+        column=rings.column_of,
         skip=oldest - page * size,
     )
 
@@ -133,22 +148,21 @@ def with_history(
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's keys and values after those that its first query still sees.
 
-    `layer`: which sliding one; k and v [T, K, D] -> both [window - 1 + T, K, D]: first the min(before, window - 1) that
-    are there, then at once the chunk's. Rows past the chunk are finite and mean nothing.
+    `layer`: which sliding one; k and v [T, K, D] -> both [H + T, K, D], where H is the window less one, or what a row
+    can hold if that is less: first the min(before, H) that are there, then at once the chunk's. Rows past the chunk are
+    finite and mean nothing.
     """
-    size, most, heads = rings.page_size, rings.window - 1, k.shape[1]
+    size, columns = rings.page_size, chunk.numbers.shape[1]
+    most = min(rings.window - 1, columns * size)
     behind = jnp.minimum(chunk.before, most)
-    row = np.arange(most + k.shape[0])
-    position = chunk.before - behind + row
-    groups = chunk.numbers.reshape(rings.layers, rings.groups_per_layer, rings.pages)[layer]
-    head = np.arange(heads)
-    number = groups[(head // rings.heads_per_page)[None], (position // size % rings.pages)[:, None]]
-    in_chunk = jnp.clip(row - behind, 0, k.shape[0] - 1)
+    position = chunk.before - behind + np.arange(most)
+    number = chunk.numbers[rings.group_of[layer], (position // size % columns)[:, None]]  # [H, K]
+    column, slot = rings.column_of[layer], (position % size)[:, None]
 
     def joined(which: int, new: jax.Array) -> jax.Array:
-        old = pool.at[number, which, (head % rings.heads_per_page)[None], (position % size)[:, None]]
-        held = old.get(mode="clip").astype(new.dtype)
-        return jnp.where((row < behind)[:, None, None], held, new[in_chunk])
+        held = pool.at[number, which, column, slot].get(mode="clip").astype(new.dtype)
+        rows = jnp.concatenate([held, jnp.zeros_like(new)])
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, behind, 0)
 
     return joined(0, k), joined(1, v)
 
@@ -159,10 +173,10 @@ def chunk_pages(rings: Rings, chunk: RingChunk, size: int) -> tuple[jax.Array, j
     A negative page is not written; an entry with a negative row stays as it is. Of a chunk longer than the ring only
     its end is written.
     """
-    page_size = rings.page_size
-    count = min(-(-size // page_size) + 1, rings.pages)
+    page_size, columns = rings.page_size, chunk.numbers.shape[1]
+    count = min(-(-size // page_size) + 1, columns)
     last = (chunk.before + chunk.valid - 1) // page_size
-    page = jnp.maximum(chunk.before // page_size, last - rings.pages + 1) + np.arange(count)  # [J]
-    numbers = jnp.where(page <= last, chunk.numbers[:, page % rings.pages], -1)
+    page = jnp.maximum(chunk.before // page_size, last - columns + 1) + np.arange(count)  # [J]
+    numbers = jnp.where(page <= last, chunk.numbers[:, page % columns], -1)
     position = (page[:, None] * page_size + np.arange(page_size)).reshape(-1)
     return numbers, jnp.clip(position - chunk.before, -1, size - 1)

@@ -17,7 +17,7 @@ from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.compress import Slots, append, candidates, read_tail, select, write, write_rings
 from tangram_jax.pages import StepPages
 from tangram_jax.plan import CachePlan
-from tangram_jax.rings import RingChunk, visible_pages, with_history
+from tangram_jax.rings import RingChunk, row_rings, visible_pages, with_history
 from tangram_jax.scorers import Scorer
 
 
@@ -25,7 +25,7 @@ class _Layers:
     """The layers of a model by kind: those whose cache is compressed, and those with a sliding window."""
 
     def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
-        self._plan, self._config, self._pool = plan, config, cache.pool
+        self._plan, self._config, self._cache = plan, config, cache
         self._heads = (config.num_kv_heads, config.group_size, config.head_dim)
 
     def _window_number(self, layer: int) -> int | None:
@@ -35,11 +35,11 @@ class _Layers:
 
     def _finite(self, x: jax.Array) -> jax.Array:
         # What attention masks it still multiplies, by zero: a NaN in the pool would be in other requests' outputs.
-        return jnp.where(jnp.isfinite(x.astype(self._pool.dtype)), x, 0)
+        return jnp.where(jnp.isfinite(x.astype(self._cache.pool.dtype)), x, 0)
 
-    def _pages(self, cache: Cache, rows: jax.Array, lengths: jax.Array) -> StepPages:
+    def _pages(self, rows: jax.Array, lengths: jax.Array) -> StepPages:
         """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
-        plan = self._plan
+        plan, cache = self._plan, self._cache
         first = cache.layout.first[plan.group_of]
         return StepPages(cache.pool, cache.table, rows, lengths[:, plan.group_of], first, plan.column_of)
 
@@ -63,9 +63,9 @@ class ChunkLayers(_Layers):
         self._tail = read_tail(plan, cache, row)
         self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
         lengths = plan.lengths(cache.tokens[row]) + cache.tail[row]
-        self._attention = ChunkAttention(shape, dtype, self._pages(cache, row[None], lengths[None]))
+        self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]))
         if rings := plan.rings:
-            numbers = cache.table[row][cache.layout.first[plan.num_groups] :].reshape(-1, rings.pages)
+            numbers = row_rings(rings, cache.table[row], cache.layout)
             self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
             self._window_attention = WindowAttention(
                 shape, dtype, rings.window, self._rings.before, cache.pool
@@ -77,8 +77,9 @@ class ChunkLayers(_Layers):
         k, v = self._finite(k), self._finite(v)
         self.kept.append((k, v))
         scale, number = self._config.attention_scale, self._window_number(layer)
-        if number is not None and self._plan.rings:
-            keys, values = with_history(self._plan.rings, self._pool, self._rings, number, k, v)
+        if number is not None:
+            assert self._plan.rings is not None
+            keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
             return self._window_attention(q, keys, values, scale)
         number = self._config.full_layers.index(layer)
         out, lse = self._attention(number, q, k, v, scale)
@@ -90,14 +91,15 @@ class ChunkLayers(_Layers):
     def write(self, cache: Cache, kept: Sequence[tuple[jax.Array, jax.Array]]) -> Cache:
         """What the chunk leaves, from `kept` of all layers."""
         full, sliding = self._by_kind(kept)
-        if sliding:
-            cache = write_rings(
-                self._plan, cache, self._rings, [k for k, _ in sliding], [v for _, v in sliding]
-            )
         with jax.named_scope("keep"):
             order = select(self._plan, cache, self._what, self._scores.result())
             keys, values = [k for k, _ in full], [v for _, v in full]
-            return write(self._plan, cache, self._what, order, self._tail, keys, values)
+            cache = write(self._plan, cache, self._what, order, self._tail, keys, values)
+        # After the others: they take the tail, which was read from the pool, and no write may come before that read.
+        if sliding:
+            keys, values = [k for k, _ in sliding], [v for _, v in sliding]
+            cache = write_rings(self._plan, cache, self._rings, keys, values)
+        return cache
 
 
 class DecodeLayers(_Layers):
@@ -114,11 +116,10 @@ class DecodeLayers(_Layers):
         lengths = jnp.where(there, plan.lengths(tokens) + tail[:, None], 0)
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
-        self._attention = DecodeAttention(shape, dtype, self._pages(cache, rows, lengths))
+        self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths))
         if plan.rings:
-            table = cache.table.at[rows].get(mode="clip")
-            first = int(cache.layout.first[plan.num_groups])
-            pages = visible_pages(plan.rings, cache.pool, table, first, self._slots.tokens)
+            numbers = row_rings(plan.rings, cache.table.at[rows].get(mode="clip"), cache.layout)
+            pages = visible_pages(plan.rings, cache.pool, numbers, self._slots.tokens)
             self._window_attention = DecodeAttention(shape, dtype, pages)
         self.new: list[jax.Array] = []  # qkv of each layer
 

@@ -61,10 +61,10 @@ def plan_of(page_size=8, retention=1.0, config=CONFIG, heads_per_page=2, max_tai
 class Rows:
     """A cache and what its rows hold; checks every token's logits against dense attention."""
 
-    def __init__(self, plan, config=CONFIG, exact=True):
+    def __init__(self, plan, config=CONFIG, exact=True, max_tokens=256):
         self.plan, self.config, self.params, self.exact = plan, config, params_of(config), exact
         self.cache = tj.init_cache(
-            plan, config, num_pages=900, max_requests=3, max_tokens=256, max_tail=MAX_TAIL
+            plan, config, num_pages=900, max_requests=3, max_tokens=max_tokens, max_tail=MAX_TAIL
         )
         self.tokens = {row: np.zeros(0, np.int32) for row in range(3)}
 
@@ -128,10 +128,39 @@ def test_gemma_3():
         rows.decode({1: token})
 
 
-def test_heads_that_do_not_fill_their_pages():
-    rows = Rows(plan_of(heads_per_page=3))
+@pytest.mark.parametrize("heads_per_page", [3, 8])
+def test_groups_of_several_layers_heads(heads_per_page):
+    plan = plan_of(heads_per_page=heads_per_page)
+    assert plan.rings.num_groups == -(-3 * 4 // heads_per_page)
+    rows = Rows(plan)
     rows.chunk(1, random_tokens(50))
     rows.decode({1: 9})
+
+
+@pytest.mark.parametrize("longest", [16, 37, 50])
+def test_rows_shorter_than_a_ring_or_a_window(longest):
+    plan = plan_of(4)
+    assert plan.rings.slots > longest
+    rows = Rows(plan, max_tokens=longest)
+    assert rows.cache.layout.width == plan.pages(longest)
+    rows.chunk(1, random_tokens(longest - 10))
+    rows.chunk(1, random_tokens(4, 1))
+    for token in random_tokens(6, 2):
+        rows.decode({1: token})
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(sliding_layers=())], ids=["windows", "none"])
+def test_a_step_copies_no_pool(config):
+    plan = plan_of(config=config)
+    cache = jax.eval_shape(
+        lambda: tj.init_cache(plan, config, num_pages=9000, max_requests=3, max_tokens=256, max_tail=MAX_TAIL)
+    )
+    chunk = tj.Chunk(np.int32(0), np.zeros(SLOTS, np.int32), np.int32(1))
+    decode = tj.Decode(np.zeros(2, np.int32), np.zeros(2, np.int32))
+    for given in ((chunk, None), (None, decode), (chunk, decode)):
+        step = jax.jit(tj.step, static_argnums=(1, 2, 3), donate_argnums=4)
+        compiled = step.lower(params_of(config), config, plan, SNAPKV, cache, *given).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < cache.pool.size * 4 / 2
 
 
 @pytest.mark.parametrize("page_size", [4, 32])
