@@ -14,7 +14,7 @@ from jax import Array, lax
 CANDIDATES = 64  # probabilities looked at before bisection
 _BLOCK = 128  # tokens in a block of what works in two levels
 _LOG_TINY = -60.0  # a token exp(60) times less likely than the best one has probability 0
-_LEAST = -1e30  # logit of what a mask allows and a ban forbids: still above -inf, and finite over any temperature
+_LEAST = -1e30  # logit that a mask gives at least to what it allows: above -inf, finite at any temperature
 
 _Bounds = tuple[Array, Array, Array, Array]
 

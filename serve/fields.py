@@ -1,0 +1,62 @@
+"""What all request bodies and their parts have in common: every field is known, or refused by its name."""
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from serve.errors import APIError, bad_request
+
+
+def sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "") -> dict[str, Any]:
+    """The declared fields of a body that are not null; unknown and unsupported ones raise APIError."""
+    known = {field.alias or name for name, field in cls.model_fields.items()}
+    declared: dict[str, Any] = {}
+    for name, value in body.items():
+        param = f"{path}{name}"[:200]
+        if name in known:
+            if value is not None:
+                declared[name] = value
+        elif name in cls.UNSUPPORTED:
+            if value is not None and value not in cls.UNSUPPORTED[name]:
+                raise bad_request(
+                    f"'{param}' is not supported by this server: leave it out.",
+                    param,
+                    "unsupported_parameter",
+                )
+        elif name not in cls.NO_EFFECT:
+            close = difflib.get_close_matches(name[:64], sorted(known), n=1, cutoff=0.75)
+            hint = f" Did you mean '{path}{close[0]}'?" if close else ""
+            raise bad_request(f"Unknown field '{param}'.{hint}", param, "unknown_parameter")
+    return declared
+
+
+class RequestModel(BaseModel):
+    """Base of all bodies: JSON types as they are (no "5" for 5), nothing extra, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def parse(cls, body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> Self:
+        """Validate a decoded JSON body; `defaults` stand for fields that it leaves out. Raises APIError (400)."""
+        if not isinstance(body, dict):
+            raise bad_request("The request body must be a JSON object.")
+        try:
+            return cls.model_validate({**defaults, **sort_fields(cls, body)})
+        except ValidationError as error:
+            raise _first_fault(error) from None
+
+
+def _first_fault(error: ValidationError) -> APIError:
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in fault["loc"])[:200] or None
+    if fault["type"] == "missing":
+        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    message = fault["msg"].removeprefix("Value error, ")
+    return bad_request(
+        f"Invalid value for '{param}': {message}." if param else f"{message}.", param, "invalid_value"
+    )

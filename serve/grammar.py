@@ -1,0 +1,200 @@
+"""Grammars that bound what is generated: compiled once, then followed token by token for every choice.
+
+`llguidance` does the parsing. It sees tokens as the bytes that they stand for, so any tokenizer will do.
+"""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from serve.grammar_trial import parser_limits
+from serve.text import TextTokenizer
+from tangram_jax.sampling_filters import mask_words
+
+TRIAL_SECONDS = (
+    20.0  # a trial that takes longer is ended; it ends by itself after far fewer seconds of a processor
+)
+SLOW_STEP = 0.25  # seconds of the engine's thread after which a choice ends: others wait for it
+# Without it the text that must come next is put into tokens by the tokenizer: that calls Python from the engine's thread,
+# and knows no limit (`x{1000}` nested three times).
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+_TRIAL = Path(__file__).with_name("grammar_trial.py")
+
+log = logging.getLogger("tangram.grammar")
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed, with what is wrong: the fault of who wrote it."""
+
+
+class GrammarFailure(RuntimeError):
+    """A choice whose grammar cannot be followed any further: it ends with an error."""
+
+
+def _plain(message: str) -> str:
+    """An error of the library on one line, without its drawings of where it is."""
+    lines = [line for line in message.splitlines() if line and not line[0].isspace() and line[0] != "<"]
+    return re.sub(r"^at (\d+)\((\d+)\):", r"line \1, column \2:", " ".join(lines))[:500]
+
+
+class Vocabulary:
+    """What the library knows of a tokenizer. Takes a second or two for a large one."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        """Tokens from `vocab_size` on do not exist; those below it that stand for no bytes are never allowed.
+
+        `end_ids` end a generation: all are allowed where a grammar may end. Raises GrammarError without any.
+        """
+        self.size = vocab_size
+        self.end_ids = frozenset(i for i in end_ids if i < vocab_size)
+        if not self.end_ids:
+            raise GrammarError("the model has no token that ends a text, so that no grammar could end")
+        self.special = {
+            i: tokenizer.token_bytes(i).decode("utf-8", "replace")
+            for i in sorted(tokenizer.special_ids)
+            if i < vocab_size
+        }
+        self.end_mask = np.zeros(mask_words(vocab_size), np.uint32)
+        for i in self.end_ids:
+            self.end_mask[i // 32] |= np.uint32(1 << i % 32)
+        ends = sorted(self.end_ids)
+        self.library = LLTokenizer(
+            TokenizerWrapper(_Tokens(tokenizer, vocab_size, self.special, ends[0])),
+            n_vocab=vocab_size,
+            eos_token=ends,
+        )
+
+    def compile(self, text: str) -> "Grammar":
+        """A grammar in Lark's notation as the library has it. Raises GrammarError. Call it from a worker thread.
+
+        It is tried in another process first, which can be ended and may crash.
+        """
+        began = time.perf_counter()
+        text += _NO_FORCING
+        self._try(text)
+        tried = time.perf_counter()
+        try:
+            matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
+            if matcher.is_error():
+                raise GrammarError(_plain(matcher.get_error()))
+            grammar = Grammar(self, matcher)
+        except Exception:
+            raise
+        except BaseException as panic:  # those of the library are no Exception
+            raise GrammarError(f"it cannot be compiled: {_plain(str(panic))}") from None
+        log.debug(
+            "A grammar of %d characters: tried in %.0f ms, compiled in %.0f ms",
+            len(text), (tried - began) * 1e3, (time.perf_counter() - tried) * 1e3,
+        )  # fmt: skip
+        return grammar
+
+    def _try(self, text: str) -> None:
+        given = json.dumps({"grammar": text, "vocab": self.size, "special": self.special})
+        try:
+            trial = subprocess.run(
+                [sys.executable, "-I", str(_TRIAL)],
+                input=given.encode(),
+                capture_output=True,
+                timeout=TRIAL_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise GrammarError("it takes too long to compile: make it simpler") from None
+        if trial.returncode:
+            log.debug("The trial of a grammar ended with %d: %r", trial.returncode, trial.stderr[-500:])
+            raise GrammarError("it is too large, or nested too deep, to be compiled: make it simpler")
+        if trial.stdout:
+            raise GrammarError(_plain(trial.stdout.decode("utf-8", "replace")))
+
+
+class _Tokens:
+    """The attributes that the library reads of a tokenizer. Nothing is ever encoded: see `_NO_FORCING`."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: TextTokenizer, size: int, special: Collection[int], end_id: int) -> None:
+        self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        self.special_token_ids = sorted(special)
+        self.eos_token_id = end_id
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+
+
+class Grammar:
+    """A compiled grammar. May be shared: every choice gets a state of its own."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
+        self._vocabulary, self._matcher = vocabulary, matcher
+        self._lock = threading.Lock()
+        self._first = np.zeros(mask_words(vocabulary.size), np.uint32)
+        _fill(matcher, self._first)
+        if matcher.is_error():
+            raise GrammarError(_plain(matcher.get_error()))
+        if not (self._first & ~vocabulary.end_mask).any():
+            raise GrammarError("it allows no text at all, or only the empty one")
+
+    def start(self, *, ignore_end: bool = False) -> "GrammarState":
+        """The state before the first token. `ignore_end`: go on as long as the grammar can."""
+        with self._lock:  # the library refuses to copy what another thread uses
+            matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._first.copy(), self._vocabulary, ignore_end)
+
+
+class GrammarState:
+    """Where one choice is in its grammar. `mask` u32[mask_words(V)] has the bits of the tokens that may come next."""
+
+    def __init__(self, matcher: Any, mask: np.ndarray, vocabulary: Vocabulary, ignore_end: bool) -> None:
+        self._matcher, self._vocabulary, self._ignore_end = matcher, vocabulary, ignore_end
+        self.mask = mask
+        self._only_end()
+
+    def advance(self, token: int) -> bool:
+        """Take a token in that the mask allowed and is no end token; True if nothing but an end can follow.
+
+        Raises GrammarFailure where the grammar cannot go on.
+        """
+        began = time.thread_time()
+        try:
+            if self._matcher.consume_token(token):
+                if self._matcher.is_stopped() and not self._matcher.is_error():
+                    self.mask[:] = self._vocabulary.end_mask
+                    return True
+                _fill(self._matcher, self.mask)
+            error = self._matcher.get_error()
+        except BaseException as panic:  # those of the library are no Exception
+            if isinstance(panic, (KeyboardInterrupt, SystemExit)):
+                raise
+            error = f"{type(panic).__name__}: {panic}"
+        if error:
+            raise GrammarFailure(
+                f"the grammar of this request cannot be followed any further: {_plain(error)}"
+            )
+        if time.thread_time() - began > SLOW_STEP:
+            raise GrammarFailure(
+                "the grammar of this request takes too long for every token: make it simpler"
+            )
+        return self._only_end()
+
+    def _only_end(self) -> bool:
+        """Whether nothing but an end can follow."""
+        others = self.mask & ~self._vocabulary.end_mask
+        if not others.any():
+            return True
+        if self._ignore_end:
+            self.mask[:] = others
+        return False
+
+
+def _fill(matcher: Any, mask: np.ndarray) -> None:
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

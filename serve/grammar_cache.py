@@ -1,0 +1,65 @@
+"""Compiles the grammars of requests beside the event loop and the engine, and keeps those that were used last."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from serve.errors import unavailable
+from serve.grammar import Grammar, GrammarError, Vocabulary
+from serve.structured import GrammarSpec
+from serve.text import TextTokenizer
+
+KEPT = 128  # compiled grammars; one may take megabytes
+MOST_WAITING = 64
+WAIT_SECONDS = 60.0
+
+
+class GrammarCache:
+    """One for a server. The vocabulary is built with the first grammar."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._source = tokenizer, vocab_size, end_ids
+        self._vocabulary: Vocabulary | None = None
+        self._building = threading.Lock()
+        self._grammars: OrderedDict[tuple[str, str], Future[Grammar]] = (
+            OrderedDict()
+        )  # on the event loop alone
+        self._executor = ThreadPoolExecutor(2, "grammar")
+
+    async def get(self, spec: GrammarSpec) -> Grammar:
+        """The compiled grammar. Requests that come together with the same one wait for one compilation.
+
+        Raises APIError: 400 with what is wrong, 503 when too many others are being compiled.
+        """
+        key = spec.kind, spec.text
+        future = self._grammars.get(key)
+        if future is None:
+            if sum(not f.done() for f in self._grammars.values()) >= MOST_WAITING:
+                raise unavailable("Too many grammars are being compiled: try again later.")
+            future = self._grammars[key] = self._executor.submit(self._compile, spec)
+            while len(self._grammars) > KEPT:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(key)
+        try:
+            # Not cancelled with this request: others may wait for it.
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), WAIT_SECONDS)
+        except GrammarError as error:
+            if self._grammars.get(key) is future:  # it may have failed for want of time
+                del self._grammars[key]
+            raise spec.error(str(error)) from None
+        except TimeoutError:
+            raise unavailable(
+                "The grammar of this request was not compiled in time: try again later."
+            ) from None
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        with self._building:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(*self._source)
+        return self._vocabulary.compile(spec.lark)
+
+    def close(self) -> None:
+        """Nothing more is compiled."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
