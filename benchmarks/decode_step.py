@@ -76,8 +76,8 @@ CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
-    """The shape with fewer layers, for a quick look; all of them if None."""
-    count = count or config.num_layers
+    """The shape with fewer layers, for a quick look; all of them if None. At least one is not a sliding-window layer."""
+    count = max(count or config.num_layers, config.full_layers[0] + 1)
     sliding = tuple(layer for layer in config.sliding_layers if layer < count)
     return config.replace(num_layers=count, sliding_layers=sliding)
 

@@ -118,8 +118,9 @@ class Setup:
         self.static = {"config": self.config, "plan": self.plan}
 
     def memory(self, tokens: int) -> float:
-        """Bytes of the pages of `tokens` tokens over those of full KV without page rounding."""
-        slots = self.plan.pages(tokens) * self.plan.heads_per_page * self.plan.page_size
+        """Bytes of the pages of `tokens` tokens over those of full KV without page rounding; rings aside."""
+        pages = int(self.plan.group_pages(tokens)[: self.plan.num_groups].sum())
+        slots = pages * self.plan.heads_per_page * self.plan.page_size
         return slots / (tokens * self.plan.group_of.size)
 
     def start(self) -> None:
@@ -166,7 +167,10 @@ def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argpar
     shape = (profile.num_layers, profile.num_kv_heads)
 
     def setup(label: str, budgets: tj.BudgetProfile) -> Setup:
-        plan = tj.CachePlan.build(budgets, arguments.heads_per_page, arguments.page_size, arguments.cluster)
+        plan = tj.CachePlan.build(
+            budgets, arguments.heads_per_page, arguments.page_size, arguments.cluster,
+            sliding=tj.SlidingLayers.of(model.config, ANSWER_TOKENS),
+        )  # fmt: skip
         return Setup(label, plan, scorer, model.config, model.params, longest, arguments.chunk)
 
     setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]

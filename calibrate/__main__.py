@@ -189,6 +189,11 @@ def _report(result: Calibration, console: Console, heads_per_page: int) -> None:
         f"{profile.mean_budget:.3f}, normalised for {profile.normalized().mean_budget:.3f}.",
         highlight=False,
     )
+    shape = profile.provenance["model_shape"]
+    if aside := shape["layers"] - len(shape["compressed_layers"]):
+        console.print(
+            f"{aside} layers with a sliding window are not compressed and not counted.", highlight=False
+        )
     table = Table(title=f"Retention really reached at {REPORT_TOKENS} tokens, of the full KV cache")
     table.add_column("layout")
     for name in ("groups", "entries", "bytes", "normalised", "bytes"):

@@ -59,7 +59,7 @@ def retention_figure(profile: BudgetProfile) -> Figure:
     axes.set(
         xlim=(-0.6, layers - 0.4), ylim=(0, 1), xlabel="layer", ylabel="kept share of the head's entries"
     )
-    _layer_ticks(axes, layers)
+    _layer_ticks(axes, profile)
     samples = profile.provenance.get("samples", "unknown number of")
     axes.set_title(f"{_title(profile)}: kept share, mean ± std and range over {samples} samples", fontsize=10)
     figure.legend(loc="outside lower center", ncols=min(heads + 1, 9), fontsize=8, frameon=False)
@@ -74,7 +74,7 @@ def budgets_figure(profile: BudgetProfile) -> Figure:
     image = axes.imshow(profile.budgets.T, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     figure.colorbar(image, ax=axes, label="budget", pad=0.01, fraction=0.04)
     axes.set(xlabel="layer", ylabel="KV head", yticks=range(heads))
-    _layer_ticks(axes, layers)
+    _layer_ticks(axes, profile)
     if layers <= 40:
         for (layer, head), budget in np.ndenumerate(profile.budgets):
             text = "1" if budget >= 0.995 else f"{budget:.2f}"[1:]
@@ -139,8 +139,12 @@ def _width(items: int) -> float:
     return min(16.0, max(6.0, 1.5 + 0.11 * items))
 
 
-def _layer_ticks(axes: Axes, layers: int) -> None:
-    axes.set_xticks(range(0, layers, 1 if layers <= 40 else 4))
+def _layer_ticks(axes: Axes, profile: BudgetProfile) -> None:
+    """The model's numbers of the layers: those with a sliding window have no budgets."""
+    layers = profile.num_layers
+    numbers = profile.provenance.get("model_shape", {}).get("compressed_layers", range(layers))
+    shown = range(0, layers, 1 if layers <= 40 else 4)
+    axes.set_xticks(shown, [str(numbers[i]) for i in shown])
     axes.tick_params(labelsize=8)
 
 

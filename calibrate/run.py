@@ -78,7 +78,7 @@ def calibrate(
         "model": config.name,
         "model_shape": {
             "layers": config.num_layers,
-            "compressed_layers": len(config.full_layers),
+            "compressed_layers": list(config.full_layers),
             "heads": config.num_heads,
             "kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,

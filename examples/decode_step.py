@@ -146,11 +146,11 @@ def main() -> None:
     if path:
         profile = dataclasses.replace(tj.BudgetProfile.load(path), retention=arguments.retention).normalized()
     else:
-        profile = tj.BudgetProfile.uniform(
-            model.config.num_layers, model.config.num_kv_heads, arguments.retention
-        )
+        layers = len(model.config.full_layers)  # those with a sliding window have no budgets
+        profile = tj.BudgetProfile.uniform(layers, model.config.num_kv_heads, arguments.retention)
     # Which heads share pages, and how many entries each group holds after n tokens. Fixed from here on.
-    plan = tj.CachePlan.build(profile, heads_per_page=1, page_size=16, cluster="layer")
+    sliding = tj.SlidingLayers.of(model.config, max_tail=arguments.tokens)
+    plan = tj.CachePlan.build(profile, heads_per_page=1, page_size=16, cluster="layer", sliding=sliding)
 
     prompts = [
         model.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in arguments.prompts

@@ -17,8 +17,9 @@ def read_sliding_layers(
 ) -> tuple[tuple[int, ...], int | None, list[str]]:
     """(layers with the window, window, what is not supported or wrong) of a config.json with its defaults filled in.
 
-    `layer_types` says it for any architecture. Without it all layers of Mistral slide, of Qwen those from
-    `max_window_layers` on where `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th.
+    `layer_types` says it for Qwen and Gemma 3. Without it, of Qwen those from `max_window_layers` on where
+    `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th. As in transformers, all layers of
+    Mistral slide where it has a window, and none of Llama, whatever `layer_types` says; mixed ones are refused.
     Without sliding layers the window is None. With problems the first two mean nothing.
     """
     layers, problems = _layers(config, architecture)
@@ -37,8 +38,13 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
     if not is_whole(num_layers):
         return (), []  # what is wrong with it is said elsewhere
     types = config.get("layer_types")
+    mixes = architecture.startswith(("Qwen", "Gemma3"))
     if types is not None:
-        return _of_types(types, num_layers)
+        layers, problems = _of_types(types, num_layers)
+        if mixes or problems:
+            return layers, problems
+        if 0 < len(layers) < num_layers:
+            return (), [f"layers of sliding_attention beside others in {architecture}"]
     if architecture == "MistralForCausalLM":
         return () if config.get("sliding_window") is None else tuple(range(num_layers)), []
     if architecture.startswith("Gemma3"):
@@ -50,7 +56,7 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
         return tuple(i for i in range(num_layers) if (i + 1) % pattern), []
     if not config.get("use_sliding_window"):
         return (), []
-    if not architecture.startswith("Qwen"):
+    if not mixes:
         return (), ["use_sliding_window=true"]
     first = config.get("max_window_layers", 28)
     if first != 0 and not is_whole(first):

@@ -29,7 +29,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     config, overrides = text_part(config), text_part(overrides)
     merged = {**config, **overrides}
     rope, sliding = rope_fields(config), sliding_rope_fields(config)
-    changed = "rope_theta" in overrides
+    changed = bool({"rope_theta", "rope_local_base_freq"} & overrides.keys())
     for name in ("rope_parameters", "rope_scaling"):
         if name not in overrides or not isinstance(overrides[name], Mapping | None):
             continue
@@ -49,6 +49,8 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         return merged
     if "rope_theta" in overrides:
         rope["rope_theta"] = overrides["rope_theta"]
+    if sliding and "rope_local_base_freq" in overrides:
+        sliding["rope_theta"] = overrides["rope_local_base_freq"]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(merged.get(name), Mapping | None):
             merged[name] = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,11 +65,29 @@ def rope_frequencies(config: ModelConfig, *, sliding: bool = False) -> Float[np.
 
 
 def rope_record(config: ModelConfig) -> dict[str, Any]:
-    """What a model's budgets were measured under, as JSON holds it: profiles say so, and the server compares."""
-    scaling = dataclasses.asdict(config.rope_scaling) if config.rope_scaling else None
-    if scaling:
-        scaling["factors"] = list(scaling["factors"])
-    return {"theta": config.rope_theta, "scaling": scaling}
+    """What a model's budgets were measured under, as JSON holds it: frequencies of both kinds of layers, and the window."""
+    return {
+        "frequencies": rope_frequencies(config).tolist(),
+        "factor": config.rope_scaling.attention_factor if config.rope_scaling else 1.0,
+        "sliding_frequencies": rope_frequencies(config, sliding=True).tolist()
+        if config.sliding_layers
+        else None,
+        "window": config.sliding_window,
+    }
+
+
+def same_rope(record: Any, config: ModelConfig) -> bool:
+    """Whether `rope_record` gave that for a model like this one. Files of one model differ in the last digits."""
+    if not isinstance(record, Mapping):
+        return False
+
+    def close(a: Any, b: Any) -> bool:
+        if a is None or b is None:
+            return a is b
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-4, atol=0.0))
+
+    return all(close(record.get(key), value) for key, value in rope_record(config).items())
 
 
 def rope_tables(

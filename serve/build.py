@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from calibrate import shipped_profile
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
-from models.rope import rope_record
+from models.rope import same_rope
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.engine import Engine
 from serve.errors import APIError
@@ -83,10 +83,10 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
             name,
         )
     made_under = profile.provenance.get("rope")  # older profiles do not say
-    if made_under is not None and made_under != rope_record(model):
+    if made_under is not None and not same_rope(made_under, model):
         log.warning(
-            "The profile %s was calibrated with other RoPE frequencies than %s has now: calibrate with the same "
-            "--hf-overrides as you serve",
+            "The profile %s was calibrated with other RoPE frequencies, or another window, than %s has now: calibrate "
+            "with the same --hf-overrides as you serve",
             path,
             name,
         )
@@ -176,6 +176,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
             )
         log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
         max_model_len = fits
+        largest = row_layout(plan, max_model_len, tail).width
     buckets = make_buckets(*batching[:2], plan.window, max_model_len)
     runner = Runner(
         model.params,

@@ -43,7 +43,7 @@ def test_command_writes_profile_report_and_pictures(tiny_model, tmp_path, capsys
     )
     assert found["method_options"] == {"future": 512, "eps": 0.01, "skip": 4}
     assert found["model_shape"] == {
-        "layers": 4, "compressed_layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 16,
+        "layers": 4, "compressed_layers": [0, 1, 2, 3], "heads": 8, "kv_heads": 4, "head_dim": 16,
     }  # fmt: skip
     assert {"jax", "numpy", "python", "tangram-jax"} <= found["versions"].keys()
     json.dumps(dict(found), allow_nan=False)

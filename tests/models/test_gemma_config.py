@@ -100,6 +100,7 @@ def test_unsupported_configurations(changes, message):
     ("overrides", "theta", "sliding", "scaling"),
     [
         ({"rope_theta": 7}, 7.0, 50.0, RopeScaling(kind="linear", factor=8.0)),
+        ({"rope_local_base_freq": 8}, 500.0, 8.0, RopeScaling(kind="linear", factor=8.0)),
         ({"rope_scaling": {"factor": 4.0}}, 500.0, 50.0, RopeScaling(kind="linear", factor=4.0)),
         ({"rope_scaling": None}, 500.0, 50.0, None),
         ({"text_config": {"rope_scaling": None}}, 500.0, 50.0, None),
@@ -124,6 +125,7 @@ LLAMA = {
     "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }  # fmt: skip
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
 MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
 
 
@@ -131,9 +133,7 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_wi
     ("changes", "layers"),
     [
         ({}, ()),
-        (MIXED, (1, 3)),
-        (MIXED | {"architectures": ["MistralForCausalLM"]}, (1, 3)),
-        (MIXED | {"sliding_window": 512}, ()),  # nothing outgrows it
+        (MIXED | QWEN | {"sliding_window": 512}, ()),  # nothing outgrows it
         ({"layer_types": ["full_attention"] * 4, "sliding_window": 64}, ()),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "sliding_window": 64}, ()),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "max_window_layers": 4}, ()),
@@ -144,7 +144,7 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_wi
             },
             (3,),
         ),
-        (MIXED | {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, (1, 3)),
+        (MIXED | QWEN, (1, 3)),
     ],
 )  # fmt: skip
 def test_windows_of_other_models(changes, layers):
@@ -157,7 +157,13 @@ def test_windows_of_other_models(changes, layers):
     ("changes", "message"),
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "in every layer .nothing of the cache"),
-        (MIXED | {"layer_types": ["sliding_attention"] * 4}, "sliding_window=64 in every layer"),
+        (MIXED | QWEN | {"layer_types": ["sliding_attention"] * 4}, "sliding_window=64 in every layer"),
+        (MIXED, "layers of sliding_attention beside others in LlamaForCausalLM"),
+        (MIXED | {"architectures": ["MistralForCausalLM"]}, "sliding_attention beside others in Mistral"),
+        (
+            MIXED | {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 4},
+            "sliding_window=64 in every layer",
+        ),
         (MIXED | {"architectures": ["Qwen3ForCausalLM"]}, "sliding_window=None"),  # use_sliding_window is not set
         (
             {

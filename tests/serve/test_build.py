@@ -110,13 +110,17 @@ def test_a_profile_of_another_model_is_named(tmp_path, caplog):
 
 def test_a_profile_measured_under_other_frequencies_is_named(tmp_path, caplog):
     config = tiny_config(num_layers=2)
-    stretched = config.replace(rope_scaling=RopeScaling(kind="factors", factors=(1.0, 2.0)))
+    stretched = config.replace(rope_scaling=RopeScaling(kind="factors", factors=(1.0, 2.0) * 4))
+    windowed = config.replace(sliding_window=9, sliding_layers=(0,), sliding_rope_theta=100.0)
     for made_under, served, warnings in (
         (config, config, 0), (stretched, stretched, 0), (config, stretched, 1), (stretched, config, 1),
-        (config, config.replace(rope_theta=1e6), 1),
+        (config, config.replace(rope_theta=1e6), 1), (windowed, windowed, 0),
+        (windowed, windowed.replace(sliding_rope_theta=7.0), 1), (windowed, windowed.replace(sliding_window=8), 1),
     ):  # fmt: skip
         profile = BudgetProfile(
-            budgets=np.full((2, 4), 0.5), retention=0.5, provenance={"rope": rope_record(made_under)}
+            budgets=np.full((len(served.full_layers), 4), 0.5),
+            retention=0.5,
+            provenance={"rope": rope_record(made_under)},
         )
         profile.save(tmp_path / "p.npz")
         caplog.clear()
