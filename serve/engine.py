@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from serve.grammar import GrammarFailure
 from serve.request import (
     EngineStats,
     EngineUnavailable,
@@ -76,6 +77,10 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._runner.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._runner.config.eos_token_ids
 
     @property
     def ready(self) -> bool:
@@ -217,6 +222,8 @@ class Engine:
             seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
             self._arrivals += 1
             sequence = Sequence(request, choice, on_output, seed, self._arrivals, parent=first)
+            if request.sampling.grammar:
+                sequence.grammar = request.sampling.grammar.start(ignore_end=request.sampling.ignore_eos)
             first = first or sequence
             made.append(sequence)
             self._scheduler.add(sequence)
@@ -274,9 +281,12 @@ class Engine:
                     zip(top_ids[i, :count].tolist(), tops[i, :count].tolist(), strict=True)
                 )
             output.finish_reason = self._finish_reason(sequence, token)
-            if output.finish_reason:
+            last = self._follow_grammar(sequence, output)
+            if output.finish_reason or last:
                 self._end(sequence)
             self._emit(sequence, output)
+            if last:
+                self._emit(sequence, last)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.sampling
@@ -286,7 +296,25 @@ class Engine:
                 return "stop"
             if not params.ignore_eos and token in self._runner.config.eos_token_ids:
                 return "stop"
+        if sequence.grammar and token in self._runner.config.eos_token_ids:
+            return "stop"  # the grammar has let it pass
         return "length" if made >= params.max_tokens else None
+
+    def _follow_grammar(self, sequence: Sequence, output: TokenOutput) -> TokenOutput | None:
+        """Show the grammar of a choice its token; what to say after `output` if the choice is over now."""
+        if not sequence.grammar or output.token_id is None or output.finish_reason == "stop":
+            return None
+        try:
+            if not sequence.grammar.advance(output.token_id):
+                return None
+            last = TokenOutput(choice=sequence.choice, finish_reason="stop")
+        except GrammarFailure as error:
+            log.warning("Request %s: %s", sequence.request.request_id, error)
+            if output.finish_reason:
+                return None
+            last = TokenOutput(choice=sequence.choice, finish_reason="error", error=str(error))
+        output.finish_reason = None
+        return last
 
     def _note_prompt(self, chunk: ChunkWork, handles: Handles) -> None:
         """Put a chunk's prompt log-probabilities in their places; the first token has none."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from serve.grammar import Grammar
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -35,6 +37,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # at most 16, beside the model's EOS ids
     logprobs: int | None = None  # top logprobs a token, 0..20; 0: the chosen token's only; None: off
     prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
+    grammar: Grammar | None = (
+        None  # what is generated follows it; it also decides over ignore_eos and min_tokens
+    )
 
     @property
     def greedy(self) -> bool:
@@ -66,6 +71,7 @@ class TokenOutput:
     A choice ends with exactly one output whose `finish_reason` is set; it carries the last token too where
     there is one. "stop" means that `token_id` is an EOS or stop token, which is counted but not shown. After
     `abort(request_id, choice)` an output with "abort" may follow or not; what comes late is ignored.
+    Where a grammar is at its end, "stop" comes in an output of its own without a token: the last one is a part of the text.
     """
 
     choice: int = 0
@@ -124,6 +130,10 @@ class EngineProtocol(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation."""
 
     @property
     def ready(self) -> bool:

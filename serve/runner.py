@@ -26,11 +26,13 @@ from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache
 from tangram_jax.plan import CachePlan
 from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
+from tangram_jax.sampling_filters import mask_words
 from tangram_jax.scorers import Scorer
 from tangram_jax.step import Chunk, Decode, step
 
 TOP_LOGPROBS = 20
 VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
+MASKED = VARIANTS[2]  # of a batch in which a grammar allows some tokens only: one program for all of them
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
@@ -213,13 +215,31 @@ class Runner:
         )
         self._chunk_logits = logits if work.chunk and work.chunk.last else None
         prompt = PromptScores(*scores) if scores else None
-        variant = self._variant([s for s in sequences if s])
         if not any(sequences):
             return Handles([], None, prompt=prompt)
-        tokens, logprobs, ids_, tops, self.sampler = self._sample(
-            logits, self.sampler, np.asarray(sample_rows, np.int32), variant=variant
+        return self._sample_rows(logits, sequences, sample_rows, prompt)
+
+    def _sample_rows(
+        self,
+        logits: jax.Array,
+        sequences: list[Sequence | None],
+        rows: list[int],
+        prompt: PromptScores | None = None,
+    ) -> Handles:
+        """Sample a token of each row; rows after those of the sequences are padding."""
+        there = [s for s in sequences if s]
+        arguments: list[Any] = [np.asarray(rows, np.int32)]
+        variant = self._variant(there)
+        if any(s.grammar for s in there):
+            mask = np.full((len(rows), mask_words(self.config.vocab_size)), 0xFFFFFFFF, np.uint32)
+            for i, sequence in enumerate(sequences):
+                if sequence and sequence.grammar:
+                    mask[i] = sequence.grammar.mask
+            arguments, variant = [*arguments, mask], MASKED
+        tokens, logprobs, ids, tops, self.sampler = self._sample(
+            logits, self.sampler, *arguments, variant=variant
         )
-        return Handles(sequences, tokens, logprobs, ids_, tops, prompt)
+        return Handles(sequences, tokens, logprobs, ids, tops, prompt)
 
     def sample_again(self, sequences: list[Sequence]) -> list[Handles]:
         """Sample the first token of other choices from the logits that end the last step's chunk."""
@@ -231,13 +251,7 @@ class Runner:
         out = []
         for sequence in sequences:
             assert sequence.state is not None
-            *results, self.sampler = self._sample(
-                logits,
-                self.sampler,
-                np.asarray([sequence.state.row], np.int32),
-                variant=self._variant([sequence]),
-            )
-            out.append(Handles([sequence], *results))
+            out.append(self._sample_rows(logits, [sequence], [sequence.state.row]))
         return out
 
     def _variant(self, sequences: list[Sequence]) -> Variant:
@@ -340,6 +354,8 @@ class Runner:
             for variant in VARIANTS:
                 arguments = partial(self._sample_arguments, count)
                 yield Program(f"sampling of {count}", self._sample, arguments, {"variant": variant})
+            arguments = partial(self._sample_arguments, count, masked=True)
+            yield Program(f"masked sampling of {count}", self._sample, arguments, {"variant": MASKED})
 
     def _warm_tables(self) -> Any:
         self.reserve(0, 1, 0)
@@ -362,9 +378,11 @@ class Runner:
         following = np.zeros(size, np.int32) if all_logits and size else None
         return self.params, self.cache, self.sampler.ints, chunk, rows, following
 
-    def _sample_arguments(self, count: int) -> tuple[Any, ...]:
-        logits = jax.device_put(np.zeros((count, self.config.vocab_size), np.float32), self._device)
-        return logits, self.sampler, np.full(count, self.num_rows, np.int32)
+    def _sample_arguments(self, count: int, masked: bool = False) -> tuple[Any, ...]:
+        vocab = self.config.vocab_size
+        logits = jax.device_put(np.zeros((count, vocab), np.float32), self._device)
+        masks = (np.zeros((count, mask_words(vocab)), np.uint32),) if masked else ()
+        return logits, self.sampler, np.full(count, self.num_rows, np.int32), *masks
 
 
 def _pad(tokens: np.ndarray | None, size: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 import numpy as np
 
+from serve.grammar import GrammarState
 from serve.pages import Holding
 from serve.request import GenerationRequest, OutputCallback, PromptLogprob, SamplingParams
 
@@ -52,6 +53,7 @@ class Sequence:
     # Counts of tokens at which a copy is stored, and the prompt that waits for it; None: for those that may come.
     borders: dict[int, "Sequence | None"] = field(default_factory=dict)
     announced: bool = False  # the first output was sent
+    grammar: GrammarState | None = None  # it has seen every token that was read
     _array: np.ndarray | None = None
     _prompt_array: np.ndarray | None = None
 
@@ -93,6 +95,11 @@ class Sequence:
         """Tokens that are not in the cache: 1 means decode, more means prefill."""
         assert self.state is not None
         return len(self.tokens) + self.in_flight - self.state.cached
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether its next token can be chosen: what a grammar allows is known only when the last one has been read."""
+        return self.grammar is None or not self.in_flight
 
     @property
     def left(self) -> int:

@@ -38,6 +38,7 @@ class FakeEngine:
         self.wait_for_choice: dict[int, int] = {}  # a choice that starts only when the other one has ended
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.eos_token_ids = (0, 2)
         self.ready = True
         self.reject: Exception | None = None
         self.requests: list[GenerationRequest] = []
