@@ -116,7 +116,7 @@ def test_others_say_what_they_say_alone(engine):
 
 def test_a_step_goes_on_without_those_whose_token_is_not_read(engine, monkeypatch):
     """Every step decodes what has no grammar; with one, a sequence is never dispatched twice without being read."""
-    steps = []
+    steps, letters = [], regex("[a-z]{10}")  # compiled before: the other one would not wait for it
     run = engine.runner.run
 
     def watch(work):
@@ -126,7 +126,7 @@ def test_a_step_goes_on_without_those_whose_token_is_not_read(engine, monkeypatc
     monkeypatch.setattr(engine.runner, "run", watch)
     free = engine.ask(tokens_of(10), max_tokens=45)
     free.wait_for_tokens(2)
-    bound = engine.ask(tokens_of(12), max_tokens=20, grammar=regex("[a-z]{10}"))
+    bound = engine.ask(tokens_of(12), max_tokens=20, grammar=letters)
     bound.wait()
     free.wait()
     engine.settle()
