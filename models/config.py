@@ -56,13 +56,10 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
     qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3, Gemma 3)
-    sliding_window: int | None = (
-        None  # a query of a sliding layer sees the last so many tokens, itself included
-    )
-    sliding_layers: tuple[int, ...] = ()  # the layers with that window; the others see every token
-    sliding_rope_theta: float | None = (
-        None  # RoPE base of the sliding layers, never scaled; None: as in the others
-    )
+    # A query of one of these layers sees the last `sliding_window` tokens, itself included; of the others every token.
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope_theta: float | None = None  # their RoPE base, never scaled; None: as in the others
     query_scale: float | None = None  # factor on q.k; None: D ** -0.5
     norm_offset: float = 0.0  # added to the weights of all norms (Gemma: 1)
     post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma 3)

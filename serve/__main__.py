@@ -40,7 +40,7 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
             f"the cache {cache_dir()} cannot be made ({error.strerror}): set TANGRAM_CACHE to a directory that can be"
         ) from error
     try:
-        built = build(config)
+        built = build(config, programs=cache_dir() / "programs")
     except ValueError as error:  # the loader's; while compiling it would be a bug
         raise ConfigError(error) from error
     engine = built.engine

@@ -116,15 +116,25 @@ def _short(name: str) -> str:
     return re.sub(r"[-.](i?q\d\w*|b?f16|f32)$", "", last)
 
 
-def build(config: ServeConfig, *, progress: bool = True) -> Built:
-    """Load, plan and allocate. Raises ConfigError, or the loader's errors, with what to do instead."""
+def build(config: ServeConfig, *, progress: bool = True, programs: Path | None = None) -> Built:
+    """Load, plan and allocate. Raises ConfigError, or the loader's errors, with what to do instead.
+
+    `programs`: see `Runner`.
+    """
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     model = load_model(config.model, dtype=jnp.dtype(dtype), progress=progress, overrides=config.hf_overrides)
-    return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu)
+    return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
 
-def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu: bool = False) -> Built:
+def build_engine(
+    config: ServeConfig,
+    model: LoadedModel,
+    *,
+    dtype: Any,
+    on_gpu: bool = False,
+    programs: Path | None = None,
+) -> Built:
     """The engine of a loaded model, not started yet."""
     shape, defaults = model.config, sampling_defaults(config, model)
     longest = min(shape.max_positions, MAX_TOKENS)
@@ -189,6 +199,7 @@ def build_engine(config: ServeConfig, model: LoadedModel, *, dtype: Any, on_gpu:
         max_model_len=max_model_len,
         max_tail=tail,
         cache_dtype=dtype,
+        programs=programs,
     )
     limits = Limits(
         max_running=batching.max_num_seqs,

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from serve.compiling import Program, compile_all, threads_for
+from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.sequence import Sequence, Work
 from tangram_jax import cache as tables
@@ -108,7 +110,9 @@ class Runner:
         max_model_len: int,
         max_tail: int,
         cache_dtype: Any = jnp.float32,
+        programs: Path | None = None,
     ) -> None:
+        """`programs`: directory in which traced programs are kept for the next start; None: nowhere."""
         self._device = jax.local_devices()[0]
         self.params = jax.device_put(params, self._device)
         self.config, self.plan, self.buckets = config, plan, buckets
@@ -134,9 +138,15 @@ class Runner:
         self.compilations = 0  # since warm-up, of the thread that claimed this runner
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
-        self._step = jax.jit(self._step_program, static_argnames="all_logits", donate_argnums=1)
+        run_step: Any = self._step_program
+        run_sample: Any = sampling.sample
+        if programs:
+            store = ProgramStore(programs, config, plan, scorer)
+            run_step = store.keep("step", run_step, _like_step)
+            run_sample = store.keep("sample", run_sample, _like_sample)
+        self._step = jax.jit(run_step, static_argnames="all_logits", donate_argnums=1)
         self._sample = jax.jit(
-            sampling.sample,
+            run_sample,
             static_argnames="variant",
             donate_argnums=1,
             compiler_options=sampling.compiler_options(),
@@ -383,6 +393,17 @@ class Runner:
         logits = jax.device_put(np.zeros((count, vocab), np.float32), self._device)
         masks = (np.zeros((count, mask_words(vocab)), np.uint32),) if masked else ()
         return logits, self.sampler, np.full(count, self.num_rows, np.int32), *masks
+
+
+def _like_step(params: Any, cache: Cache, *rest: Any, all_logits: bool = False) -> Any:
+    """The tree structure of what `Runner._step_program` returns."""
+    return 0, cache, (0, 0, 0) if all_logits else None
+
+
+def _like_sample(logits: Any, state: SamplerState, *rest: Any, variant: Variant) -> Any:
+    """The tree structure of what `sampling.sample` returns."""
+    scored = None if variant.num_logprobs is None else 0
+    return 0, scored, scored, scored, state
 
 
 def _pad(tokens: np.ndarray | None, size: int) -> np.ndarray:

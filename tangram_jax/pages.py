@@ -28,9 +28,7 @@ class StepPages(NamedTuple):
     lengths: jax.Array  # i32[B, L, K]: entries of each KV head
     first: np.ndarray  # i32[L, K]
     column: np.ndarray  # i32[L, K]
-    skip: jax.Array | None = (
-        None  # i32[B]: entries at the front of every head that are out of sight, less than a page
-    )
+    skip: jax.Array | None = None  # i32[B]: entries at the front of every head that are out of sight
 
     def of_layer(self, layer: int) -> LayerPages:
         """With the table rows of the requests alone."""

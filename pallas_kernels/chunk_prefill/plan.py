@@ -286,9 +286,8 @@ def _own_blocks(
     blocks = int(stop[-1]) if known else -(-num_tokens // positions) + batch - 1
     number = np.arange(blocks, dtype=np.int32)
     request = xp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), batch - 1)
-    row = (
-        number - (stop - per_request)[request]
-    ) * positions  # of the block's first query within its request
+    # Of the block's first query within its request, and among its request's own keys.
+    row = (number - (stop - per_request)[request]) * positions
     at = row + behind[request]
     until = at + positions - 1
     partly = (at + 1) // block  # the first block of the chunk that some query sees in part

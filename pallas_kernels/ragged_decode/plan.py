@@ -92,7 +92,7 @@ def plan_decode(
       num_layers: L.
       rows: i32[B] table row of each request; `arange(B)` if None.
       skip: i32[B] entries at the front of every head of a request that are out of sight (a sliding window that begins
-        within a page), less than a page and than the lengths.
+        within a page), less than a page and at most the lengths.
       num_shares: equal shares to make, by default one per SM.
       splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
       borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total; shares that

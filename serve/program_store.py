@@ -1,0 +1,135 @@
+"""Traced and lowered programs on disk, so that a server that starts again does not trace them anew.
+
+JAX's persistent cache keeps what XLA compiled, but asks for a program's text first, and to trace and lower a step takes
+seconds: for a large model on a GPU most of a start. `ProgramStore.keep` wraps a function so that under `jax.jit` its body is
+one call of an exported program (`jax.export`), read from a file where there is one. Everything that could change the
+program is a part of the file's name.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from models.config import ModelConfig
+from tangram_jax.plan import CachePlan
+
+PACKAGES = ("models", "pallas_kernels", "serve", "tangram_jax")  # whose code the programs come from
+MOST_FILES = 256  # those that were not used for longest go
+# Targets of custom calls that JAX does not promise to keep from one version to the next: here the version is in the name.
+CUSTOM_CALLS = (
+    "mosaic_gpu_v2", "mosaic_gpu", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax",
+    "annotate_device_placement",
+)  # fmt: skip
+
+log = logging.getLogger("tangram.engine")
+
+
+class ProgramStore:
+    """Programs of one model, plan and scorer on one kind of device."""
+
+    def __init__(self, directory: Path, config: ModelConfig, plan: CachePlan, *parts: Any) -> None:
+        """`parts`: what else the functions to be kept depend on, told apart by `repr`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._identity = _digest(_platform(), _sources(), repr(config), _contents(plan), *map(repr, parts))
+        self.found = self.made = 0
+
+    def keep(
+        self, name: str, function: Callable[..., Any], out_like: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """A function for `jax.jit` that does what `function` does.
+
+        `name` tells it from the store's others. Keyword arguments must be static. `out_like(*args, **static)` has the tree
+        structure of the result.
+        """
+
+        def kept(*args: Any, **static: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            path = self.path(name, tree, shapes, static)
+            exported = self._read(path)
+            if exported is None:
+
+                def flat(*leaves: Any) -> list[Any]:
+                    return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves), **static))
+
+                try:
+                    checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
+                    exported = export.export(jax.jit(flat), disabled_checks=checks)(*shapes)
+                    self._write(path, exported.serialize())
+                except Exception as error:  # a start without the store is only slower
+                    log.debug("Program %s is not kept: %s", name, error)
+                    return function(*args, **static)
+            return jax.tree.unflatten(jax.tree.structure(out_like(*args, **static)), exported.call(*leaves))
+
+        return kept
+
+    def path(self, name: str, tree: Any, shapes: list[jax.ShapeDtypeStruct], static: dict[str, Any]) -> Path:
+        """The file of one program: of arguments of this tree structure and these shapes."""
+        return self._directory / _digest(self._identity, name, tree, shapes, sorted(static.items()))
+
+    def _read(self, path: Path) -> export.Exported | None:
+        try:
+            content = path.read_bytes()
+            if hashlib.sha256(content[32:]).digest() != content[:32]:
+                raise ValueError("its check sum is wrong")
+            exported = export.deserialize(bytearray(content[32:]))
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # cut short, or of a format that this version does not read
+            log.debug("Program %s cannot be read and is made anew: %s", path, error)
+            return None
+        self.found += 1
+        return exported
+
+    def _write(self, path: Path, text: bytes | bytearray) -> None:
+        """At once or not at all, for whoever reads at the same time."""
+        self.made += 1
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".", delete=False) as file:
+            file.write(hashlib.sha256(text).digest() + text)
+        os.replace(file.name, path)
+        old = sorted(self._directory.glob("[!.]*"), key=lambda p: p.stat().st_mtime, reverse=True)
+        for path in old[MOST_FILES:]:
+            path.unlink(missing_ok=True)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+
+
+def _platform() -> str:
+    device = jax.local_devices()[0]
+    version = getattr(device.client, "platform_version", "")
+    settings = sorted((key, repr(value)) for key, value in jax.config.values.items())
+    return repr(
+        (jax.__version__, jax.lib.__version__, device.platform, device.device_kind, version, settings)
+    )
+
+
+def _sources() -> str:
+    """The text of all our code that the programs are traced from."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _contents(plan: CachePlan) -> str:
+    """What of a plan a program can depend on: its layout, not how it was measured."""
+    parts = []
+    for name, value in vars(plan).items():
+        if isinstance(value, np.ndarray):
+            value = (value.dtype, value.shape, value.tobytes())
+        parts.append((name, None if name == "profile" else value))
+    return repr(parts)

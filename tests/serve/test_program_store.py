@@ -1,0 +1,131 @@
+"""Programs that are kept on disk: the same results and donation, found again, and never one that is not the right one."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tangram_jax as tj
+from models.testing import random_params, tiny_config
+from serve import program_store
+from serve.program_store import ProgramStore
+
+CONFIG = tiny_config(num_layers=1)
+SCORER = tj.get_scorer("snapkv")
+
+
+@cache
+def plan_of(sinks=4):
+    return tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 0.5), 2, 8, window=8, sinks=sinks)
+
+
+def new_store(directory):
+    return ProgramStore(directory, CONFIG, plan_of(), SCORER)
+
+
+def step_of(store, calls=None):
+    """A jitted step; `calls` notes each time that it is traced in earnest."""
+
+    def run(params, cache, chunk, *, all_logits=False):
+        if calls is not None:
+            calls.append(all_logits)
+        return tj.step(params, CONFIG, plan_of(), SCORER, cache, chunk, None, all_logits=all_logits)
+
+    def like(params, cache, chunk, *, all_logits=False):
+        return 0, cache
+
+    kept = store.keep("step", run, like) if store else run
+    return jax.jit(kept, static_argnames="all_logits", donate_argnums=1)
+
+
+def run_chunk(step, size=16, **static):
+    cache = tj.init_cache(plan_of(), CONFIG, num_pages=40, max_requests=2, max_tokens=64, max_tail=8)
+    cache = tj.reserve(plan_of(), cache, np.int32(0), np.int32(size), np.int32(0))
+    chunk = tj.Chunk(np.int32(0), np.arange(8, 8 + size, dtype=np.int32), np.int32(size))
+    logits, after = step(random_params(CONFIG, 0), cache, chunk, **static)
+    assert cache.pool.is_deleted()
+    assert isinstance(after, tj.Cache) and after.layout == cache.layout
+    return np.asarray(logits), np.asarray(after.pool), int(after.tokens[0])
+
+
+def test_programs_are_found_again_and_do_the_same(tmp_path):
+    calls: list[bool] = []
+    store = new_store(tmp_path)
+    for static in ({}, {"all_logits": True}):
+        want = run_chunk(step_of(None), **static)
+        got = run_chunk(step_of(store, calls), **static)
+        again = run_chunk(step_of(new_store(tmp_path), calls), **static)
+        for a, b, c in zip(want, got, again, strict=True):
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, c)
+    assert calls == [False, True]  # traced once each
+    assert (store.made, store.found) == (2, 0)
+    run_chunk(step_of(store, calls), size=24)  # another shape is another program
+    assert len(calls) == 3 and store.made == 3
+
+
+def test_whatever_could_change_a_program_is_in_its_name(tmp_path, monkeypatch):
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+    def name_of(config=CONFIG, plan=None, scorer=SCORER, name="step", tree="tree", shape=shape, **static):
+        return ProgramStore(tmp_path, config, plan or plan_of(), scorer).path(name, tree, [shape], static)
+
+    names = [
+        name_of(),
+        name_of(config=CONFIG.replace(norm_eps=1e-3)),
+        name_of(plan=plan_of(sinks=5)),
+        name_of(scorer=tj.get_scorer("keydiff")),
+        name_of(name="sample"),
+        name_of(tree="other"),
+        name_of(shape=jax.ShapeDtypeStruct((3,), jnp.float32)),
+        name_of(shape=jax.ShapeDtypeStruct((2,), jnp.bfloat16)),
+        name_of(all_logits=True),
+    ]
+    with jax.default_matmul_precision("highest"):
+        names.append(name_of())
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.0")
+        names.append(name_of())
+    with monkeypatch.context() as patch:
+        patch.setattr(program_store, "_sources", lambda: "other code")
+        names.append(name_of())
+    assert len(set(names)) == len(names)
+    same = tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 0.5), 2, 8, window=8)
+    assert name_of(plan=same, config=CONFIG.replace()) == names[0]
+
+
+def scaled(store, size=4):
+    """(what a small kept program gives, the store)"""
+    kept = store.keep("scale", lambda x, *, by=2.0: {"y": x * by}, lambda x, *, by=2.0: {"y": 0})
+    return np.asarray(jax.jit(kept, static_argnames="by")(jnp.arange(float(size)), by=3.0)["y"]), store
+
+
+def test_a_damaged_file_is_made_anew(tmp_path):
+    scaled(new_store(tmp_path))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"", b"nonsense" * 9, whole[: len(whole) // 2], whole[:-99] + b"x" + whole[-98:]):
+        path.write_bytes(damaged)
+        got, store = scaled(new_store(tmp_path))
+        np.testing.assert_array_equal(got, [0, 3, 6, 9])
+        assert (store.made, store.found) == (1, 0)
+        got, store = scaled(new_store(tmp_path))
+        assert (store.made, store.found) == (0, 1)
+
+
+def test_a_program_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(program_store.export, "export", refuse)
+    np.testing.assert_array_equal(scaled(new_store(tmp_path))[0], [0, 3, 6, 9])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_files_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_store, "MOST_FILES", 3)
+    for size in range(2, 7):
+        scaled(new_store(tmp_path), size)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert scaled(new_store(tmp_path), 6)[1].found == 1
