@@ -22,6 +22,7 @@ from serve.chat import create_chat_completion
 from serve.completions import create_completion
 from serve.errors import APIError, install_error_handlers
 from serve.generation import Serving, TokenNames
+from serve.grammar_cache import GrammarCache
 from serve.metrics import CONTENT_TYPE, Metrics
 from serve.prompts import chat_text, check_token_ids
 from serve.protocol import (
@@ -75,12 +76,14 @@ def create_app(
         metrics=Metrics(engine, served_model_names[0]),
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
+        grammars=GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
     )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         serving.draining.close()
+        serving.grammars.close()
         for executor in (serving.executor, serving.large_executor):
             executor.shutdown(wait=False, cancel_futures=True)
         if on_shutdown is not None:

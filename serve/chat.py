@@ -88,6 +88,7 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     prompt = await serving.in_thread(
         http_request, chat_prompt, serving.tokenizer, request, limit, vocab_size, serving.spellings
     )
-    params = sampling_params(request, [prompt], limit, vocab_size, "messages")
+    grammar = await serving.grammar_of(request)
+    params = sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)
     form = ChatFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, [prompt], params, form, timer)

@@ -76,6 +76,7 @@ async def create_completion(serving: Serving, http_request: Request, request: Co
     prompts = await serving.in_thread(
         http_request, completion_prompts, serving.tokenizer, request, limit, vocab_size, serving.max_choices
     )
-    params = sampling_params(request, prompts, limit, vocab_size, "prompt")
+    grammar = await serving.grammar_of(request)
+    params = sampling_params(request, prompts, limit, vocab_size, "prompt", grammar)
     form = CompletionFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, prompts, params, form, timer)

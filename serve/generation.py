@@ -14,6 +14,8 @@ from starlette.responses import Response
 
 from serve.choice import Choice, Delta, TokenLogprob
 from serve.errors import APIError, unavailable
+from serve.grammar import Grammar
+from serve.grammar_cache import GrammarCache
 from serve.metrics import Metrics, RequestTimer
 from serve.prompts import Prompt
 from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
@@ -55,6 +57,7 @@ class Serving:
     metrics: Metrics
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
+    grammars: GrammarCache
     hub: OutputHub = field(default_factory=OutputHub)
     spellings: Spellings = field(default_factory=Spellings)
     draining: Draining = field(default_factory=Draining)
@@ -80,6 +83,14 @@ class Serving:
             raise unavailable("The server is shutting down.")
         if not self.engine.ready:
             raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
+
+    async def grammar_of(self, request: SamplingRequest) -> Grammar | None:
+        """What the answer must follow, if the request says so; raises APIError."""
+        spec = request.grammar_spec
+        if spec is None:
+            return None
+        self.metrics.count_grammar(spec.kind)
+        return await self.grammars.get(spec)
 
     async def in_thread[**P, T](
         self, http_request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -170,7 +181,9 @@ class Generation:
             for _ in range(request.n)
         ]
         continues = request.continue_final_message if isinstance(request, ChatRequest) else not self._echo
-        if continues:
+        if continues or (
+            request.grammar_spec and not self._echo
+        ):  # a grammar sees the first token's leading space as well
             for index, choice in enumerate(self.choices):
                 choice.continue_text(self.prompt_of(index).ids)
         requests = [

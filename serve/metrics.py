@@ -119,6 +119,12 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self._grammars = Counter(
+            "tangram:structured_requests",
+            "Requests for an answer of a given form, by its kind",
+            ["model_name", "kind"],
+            registry=self.registry,
+        )
         self._responses = Counter(
             "tangram:http_responses",
             "HTTP responses by route and status",
@@ -129,6 +135,9 @@ class Metrics:
     def request_timer(self) -> "RequestTimer":
         """Starts the clock of one HTTP request."""
         return RequestTimer(self)
+
+    def count_grammar(self, kind: str) -> None:
+        self._grammars.labels(self._model_name, kind).inc()
 
     def count_response(self, route: str, status: int) -> None:
         """`route` must be the route's pattern, not the path: paths are unbounded."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.errors import bad_request, too_long
+from serve.grammar import Grammar
 from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import SamplingParams
 from serve.spellings import Spellings
@@ -223,7 +224,12 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int
 
 
 def sampling_params(
-    request: SamplingRequest, prompts: Sequence[Prompt], limit: int, vocab_size: int, where: str
+    request: SamplingRequest,
+    prompts: Sequence[Prompt],
+    limit: int,
+    vocab_size: int,
+    where: str,
+    grammar: Grammar | None = None,
 ) -> list[SamplingParams]:
     """One SamplingParams a prompt (they differ in `max_tokens` alone)."""
     check_token_ids(request.stop_token_ids, vocab_size, "stop_token_ids")
@@ -277,6 +283,7 @@ def sampling_params(
                 stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                grammar=grammar,
             )
         )
     return params

@@ -5,25 +5,21 @@ Every field is one of three kinds: declared on the model (it works), in `NO_EFFE
 that names it, because a misspelt `max_token` would otherwise be lost in silence.
 """
 
-import difflib
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
-    ValidationError,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from serve.errors import APIError, bad_request
+from serve.fields import RequestModel, sort_fields
+from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
 from tangram_jax.sampling import MAX_BIASES
 
 MAX_TOP_LOGPROBS = 20
@@ -61,12 +57,9 @@ _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "priority": (0,),
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -96,57 +89,6 @@ _MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "refusal": (),
 }
-
-
-def _sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "") -> dict[str, Any]:
-    """The declared fields of a body that are not null; unknown and unsupported ones raise APIError."""
-    declared: dict[str, Any] = {}
-    for name, value in body.items():
-        param = f"{path}{name}"[:200]
-        if name in cls.model_fields:
-            if value is not None:
-                declared[name] = value
-        elif name in cls.UNSUPPORTED:
-            if value is not None and value not in cls.UNSUPPORTED[name]:
-                raise bad_request(
-                    f"'{param}' is not supported by this server: leave it out.",
-                    param,
-                    "unsupported_parameter",
-                )
-        elif name not in cls.NO_EFFECT:
-            close = difflib.get_close_matches(name[:64], cls.model_fields, n=1, cutoff=0.75)
-            hint = f" Did you mean '{path}{close[0]}'?" if close else ""
-            raise bad_request(f"Unknown field '{param}'.{hint}", param, "unknown_parameter")
-    return declared
-
-
-class RequestModel(BaseModel):
-    """Base of all bodies: JSON types as they are (no "5" for 5), nothing extra, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @classmethod
-    def parse(cls, body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """Validate a decoded JSON body; `defaults` stand for fields that it leaves out. Raises APIError (400)."""
-        if not isinstance(body, dict):
-            raise bad_request("The request body must be a JSON object.")
-        try:
-            return cls.model_validate({**defaults, **_sort_fields(cls, body)})
-        except ValidationError as error:
-            raise _first_fault(error) from None
-
-
-def _first_fault(error: ValidationError) -> APIError:
-    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in fault["loc"])[:200] or None
-    if fault["type"] == "missing":
-        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    message = fault["msg"].removeprefix("Value error, ")
-    return bad_request(
-        f"Invalid value for '{param}': {message}." if param else f"{message}.", param, "invalid_value"
-    )
 
 
 class StreamOptions(RequestModel):
@@ -180,6 +122,14 @@ class SamplingRequest(RequestModel):
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    _grammar_spec: GrammarSpec | None = PrivateAttr(None)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -219,7 +169,19 @@ class SamplingRequest(RequestModel):
             raise PydanticCustomError(
                 "truncate", "'truncate_prompt_tokens' must be positive, or -1 for the maximum"
             )
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        self._grammar_spec = only_spec(self.response_format, self.structured_outputs, guided)
         return self
+
+    @property
+    def grammar_spec(self) -> GrammarSpec | None:
+        """The form that the answer must have; None: any."""
+        return self._grammar_spec
 
 
 class Message(RequestModel):
@@ -237,7 +199,7 @@ class Message(RequestModel):
     def _known_fields(cls, message: object) -> object:
         if not isinstance(message, dict):
             raise PydanticCustomError("message", "a message must be an object with 'role' and 'content'")
-        fields = _sort_fields(cls, message, "messages[].")
+        fields = sort_fields(cls, message, "messages[].")
         if fields.get("role") == "assistant" and "content" in message:
             fields.setdefault("content", "")  # null: an empty answer, as OpenAI's clients send it back
         return fields

@@ -1,10 +1,13 @@
 """A scripted engine on a thread of its own: what the HTTP layer sees of a real one, without a model."""
 
 import queue
+import random
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from serve.request import (
     EngineStats,
@@ -27,6 +30,7 @@ class Script:
     delay: float = 0.0  # seconds before each token
     cached_tokens: int = 0
     error: str | None = None
+    follow: bool = False  # any tokens that the request's grammar allows instead, to its end
 
 
 class FakeEngine:
@@ -130,11 +134,30 @@ class _Choice:
     ) -> None:
         self.request, self.index, self.script, self.on_output = request, index, script, on_output
         self.position = 0
+        grammar = request.sampling.grammar
+        self.grammar = grammar.start() if grammar else None
+        self._random = random.Random(index)
+        self._ended = False
+
+    def _follow(self) -> TokenOutput:
+        """A token that the grammar allows, or the end that it has come to."""
+        assert self.grammar is not None
+        allowed = np.flatnonzero(np.unpackbits(self.grammar.mask.view(np.uint8), bitorder="little")).tolist()
+        token = self._random.choice(allowed)
+        if self._ended or token in (0, 2):
+            return TokenOutput(
+                choice=self.index, token_id=None if self._ended else token, finish_reason="stop"
+            )
+        self.position += 1
+        self._ended = self.grammar.advance(token)
+        return TokenOutput(choice=self.index, token_id=token)
 
     def next_output(self) -> TokenOutput | None:
         script, sampling = self.script, self.request.sampling
         if self.position == 0 and script.error is not None:
             return TokenOutput(choice=self.index, finish_reason="error", error=script.error)
+        if script.follow:
+            return self._follow()
         if self.position >= len(script.tokens) and not script.cycle:
             return None if script.finish == "none" else TokenOutput(choice=self.index, finish_reason="length")
         token = script.tokens[self.position % len(script.tokens)]

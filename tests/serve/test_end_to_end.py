@@ -1,6 +1,7 @@
 """HTTP in front of the real engine: the tiny model through the `openai` client, and one long talk with the real one."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -191,6 +192,39 @@ def test_several_prompts_at_once(server):
     answer = server.openai.completions.create(model="tiny", prompt=prompts, max_tokens=10, **EXACT)
     assert [c.text for c in answer.choices] == [TOKENIZER.decode(greedy(p, 10)) for p in prompts]
     assert answer.usage.prompt_tokens == 89
+
+
+# Structured output
+
+
+def test_structured_output_beside_a_stream_without_it(server):
+    """A schema, streamed; choices; and one request of any text, whose tokens are those that it has alone."""
+    schema = {"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 1, "maxItems": 2}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}}
+    free: list[str] = []
+
+    def read() -> None:
+        free.append(chat(server, HELLO, max_tokens=60, **EXACT).choices[0].message.content)
+
+    beside = threading.Thread(target=read)
+    beside.start()
+    chunks = list(
+        chat(server, HELLO, max_tokens=180, temperature=1, seed=4, n=2, stream=True, response_format=form)
+    )
+    for index in range(2):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        value = json.loads("".join(c.delta.content or "" for c in mine))
+        assert 1 <= len(value) <= 2
+        assert set(value) <= {"ab", "cd"}
+        assert [c.finish_reason for c in mine if c.finish_reason] == ["stop"]
+    extra = {"guided_choice": ["left", "right"]}
+    answer = server.openai.completions.create(model="tiny", prompt="x", temperature=0, extra_body=extra)
+    assert answer.choices[0].text in ("left", "right")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(answer.choices[0].text)
+    beside.join(60)
+    assert free == [TOKENIZER.decode(greedy(TOKENIZER.apply_chat_template(HELLO), 60))]
+    assert server.metric("tangram:compilations_after_warmup") == 0
 
 
 # What goes wrong

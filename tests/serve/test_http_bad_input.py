@@ -108,7 +108,6 @@ CHAT_FIELDS = [
     ({"x" * 100000: 1}, "x" * 200, "unknown_parameter", ""),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "'tools' is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", ""),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", ""),
     ({"logit_bias": [1]}, "logit_bias", "invalid_value", "an object of token ids"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "must be token ids"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", "must be token ids"),
@@ -152,9 +151,10 @@ TEXT_FAULTS = [
     ({"prompt": "a", "max_tokens": 0}, None, None, "except with 'echo'"),
     ({"prompt": "a", "best_of": 3}, None, None, "'best_of' is not supported"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter", ""),
-    ({"prompt": "a", "guided_json": {}}, "guided_json", "unsupported_parameter", ""),
     ({"prompt": "a", "messages": []}, "messages", "unknown_parameter", ""),
 ]
+
+DEEP = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(9000)) + 'r9000: "a"'  # overflows a stack
 
 RAW = [
     (b"", "not valid JSON"),
@@ -271,6 +271,8 @@ def test_fast_while_a_stream_goes_on(served):
         (CHAT, b"[" * 8_000_000, 400),
         (CHAT, b" " * 9_000_000, 413),
         ("/detokenize", json.dumps({"tokens": [-1] * 2_000_000}).encode(), 400),
+        (CHAT, json.dumps({"messages": HELLO, "guided_regex": "a?" * 2000}).encode(), 400),
+        (CHAT, json.dumps({"messages": HELLO, "guided_grammar": DEEP}).encode(), 400),
     ]
     gaps = []
     with httpx.Client(base_url=served.url, timeout=20, trust_env=False) as other:
