@@ -181,9 +181,8 @@ class Generation:
             for _ in range(request.n)
         ]
         continues = request.continue_final_message if isinstance(request, ChatRequest) else not self._echo
-        if continues or (
-            request.grammar_spec and not self._echo
-        ):  # a grammar sees the first token's leading space as well
+        # A grammar sees the first token's leading space, so that it belongs to the text.
+        if continues or (request.grammar_spec and not self._echo):
             for index, choice in enumerate(self.choices):
                 choice.continue_text(self.prompt_of(index).ids)
         requests = [

@@ -83,15 +83,10 @@ class Vocabulary:
         text += _NO_FORCING
         self._try(text)
         tried = time.perf_counter()
-        try:
-            matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
-            if matcher.is_error():
-                raise GrammarError(_plain(matcher.get_error()))
-            grammar = Grammar(self, matcher)
-        except Exception:
-            raise
-        except BaseException as panic:  # those of the library are no Exception
-            raise GrammarError(f"it cannot be compiled: {_plain(str(panic))}") from None
+        matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise GrammarError(_plain(matcher.get_error()))
+        grammar = Grammar(self, matcher)
         log.debug(
             "A grammar of %d characters: tried in %.0f ms, compiled in %.0f ms",
             len(text), (tried - began) * 1e3, (time.perf_counter() - tried) * 1e3,
@@ -99,19 +94,18 @@ class Vocabulary:
         return grammar
 
     def _try(self, text: str) -> None:
-        given = json.dumps({"grammar": text, "vocab": self.size, "special": self.special})
+        given = json.dumps({"grammar": text, "vocab": self.size, "special": self.special}).encode()
+        command = [sys.executable, "-P", str(_TRIAL)]  # -P: files beside it have the names of other modules
         try:
-            trial = subprocess.run(
-                [sys.executable, "-I", str(_TRIAL)],
-                input=given.encode(),
-                capture_output=True,
-                timeout=TRIAL_SECONDS,
-            )
+            trial = subprocess.run(command, input=given, capture_output=True, timeout=TRIAL_SECONDS)
         except subprocess.TimeoutExpired:
             raise GrammarError("it takes too long to compile: make it simpler") from None
-        if trial.returncode:
-            log.debug("The trial of a grammar ended with %d: %r", trial.returncode, trial.stderr[-500:])
+        if trial.returncode < 0:  # by a signal: no stack, memory or time was left
             raise GrammarError("it is too large, or nested too deep, to be compiled: make it simpler")
+        if trial.returncode:
+            raise RuntimeError(
+                f"grammars cannot be tried out: {trial.stderr.decode(errors='replace')[-500:]}"
+            )
         if trial.stdout:
             raise GrammarError(_plain(trial.stdout.decode("utf-8", "replace")))
 

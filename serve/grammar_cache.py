@@ -58,7 +58,12 @@ class GrammarCache:
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._source)
-        return self._vocabulary.compile(spec.lark)
+        try:
+            return self._vocabulary.compile(spec.lark)
+        except Exception:
+            raise
+        except BaseException as panic:  # those of the library are no Exception, and would end the event loop
+            raise GrammarError(f"it cannot be compiled ({type(panic).__name__})") from panic
 
     def close(self) -> None:
         """Nothing more is compiled."""

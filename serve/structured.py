@@ -1,6 +1,8 @@
 """The form that a request wants its answer to have: OpenAI's `response_format`, and vLLM's fields for the same thing.
 
-All become a `GrammarSpec`: a grammar in the notation of `llguidance`, which is Lark's with additions.
+All become a `GrammarSpec`: a grammar in the notation of `llguidance`, which is Lark's with additions. It holds from the
+first generated token on: a model that would think first cannot, and where the chat template has opened a block of thoughts
+already, the answer comes inside it (many templates leave it out with `"chat_template_kwargs": {"enable_thinking": false}`).
 """
 
 import json

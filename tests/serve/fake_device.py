@@ -38,6 +38,27 @@ def expected(prompt: list[int], seed: int, count: int, stops: tuple[int, ...] = 
     return tokens[len(prompt) :]
 
 
+class AnyText:
+    """A grammar that allows everything, and what each state of it was shown."""
+
+    def start(self, *, ignore_end: bool = False) -> "AnyText":
+        del ignore_end
+        state = AnyText()
+        state.seen: list[int] = []  # type: ignore[misc]
+        return state
+
+    def advance(self, token: int) -> bool:
+        self.seen.append(token)
+        return False
+
+
+def check_mask(sequence: Sequence) -> None:
+    """What a grammar allows next must be known: it has seen all tokens, none is on its way."""
+    if sequence.grammar is not None:
+        assert sequence.in_flight == 1  # the one that is sampled now
+        assert sequence.grammar.seen == sequence.tokens[sequence.prompt_length :]  # type: ignore[attr-defined]
+
+
 @dataclass
 class FakeRow:
     """One row: what it holds, and its pages by group. `compressed` is the highest count it was compressed at.
@@ -175,6 +196,7 @@ class FakeDevice:
         tokens = np.zeros(len(rows), np.int32)
         for i, (s, r) in enumerate(zip(sequences, rows, strict=True)):
             if s is not None:
+                check_mask(s)
                 row = self.rows[r]
                 tokens[i] = row.last_token = next_token(row.content, row.seed)
         return Handles(sequences, tokens)  # type: ignore[arg-type]
@@ -184,6 +206,7 @@ class FakeDevice:
         for sequence in sequences:
             assert sequence.state is not None
             assert (sequence.in_flight, sequence.generated) == (1, 1)
+            check_mask(sequence)
             row = self.rows[sequence.state.row]
             assert row.content == sequence.tokens
             row.last_token = next_token(row.content, row.seed)

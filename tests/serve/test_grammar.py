@@ -251,6 +251,12 @@ def test_a_trial_without_an_end_is_ended(monkeypatch, tmp_path):
         TINY.compile('start: "a"')
 
 
+def test_a_trial_that_cannot_run_is_not_the_fault_of_the_grammar(monkeypatch, tmp_path):
+    monkeypatch.setattr(grammar, "_TRIAL", tmp_path / "missing.py")
+    with pytest.raises(RuntimeError, match=r"missing\.py"):
+        TINY.compile('start: "a"')
+
+
 def test_a_model_without_an_end_token():
     with pytest.raises(GrammarError, match="no token that ends a text"):
         Vocabulary(TOKENIZER, 264, ())

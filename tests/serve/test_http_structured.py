@@ -265,6 +265,20 @@ def test_the_last_grammars_are_kept(following, monkeypatch):
     assert [json.loads(text) for _, text in cache._grammars] == [["one"], ["six"]]
 
 
+def test_a_panic_of_the_library_is_a_400(served, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_):
+        raise PanicException("lost")
+
+    monkeypatch.setattr("serve.grammar.Vocabulary.compile", panic)
+    body = {"messages": HELLO, "guided_regex": "a panic"}
+    check_error(
+        served.post(CHAT, body), 400, "guided_regex", "invalid_value", "cannot be compiled (PanicException)"
+    )
+
+
 def test_too_many_grammars_at_once(served, monkeypatch):
     monkeypatch.setattr("serve.grammar_cache.MOST_WAITING", 0)
     body = {"messages": HELLO, "guided_regex": "nobody compiles this"}

@@ -5,7 +5,7 @@ import pytest
 
 from serve.request import RequestRejected
 from tangram_jax.rings import SlidingLayers
-from tests.serve.fake_device import VOCAB
+from tests.serve.fake_device import VOCAB, AnyText
 from tests.serve.loop import Loop, make_limits, make_plan
 
 FULL = make_plan(1.0)
@@ -21,7 +21,7 @@ def loop(num_pages: int, plan, **limits) -> Loop:
 
 def simulate(bench: Loop, seed: int, requests: int) -> None:
     """Random requests, new and continued, at random times, some aborted at random; ends when all are done."""
-    random = np.random.default_rng(seed)
+    random, bound = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     limits, longest = bench.scheduler.limits, 120
     left = requests
     while left or bench.busy:
@@ -52,6 +52,8 @@ def simulate(bench: Loop, seed: int, requests: int) -> None:
                 "ignore_eos": bool(random.random() < 0.5),
                 "prompt_logprobs": 0 if random.random() < 0.05 else None,
             }
+            if bound.random() < 0.4 and not sampling["ignore_eos"]:
+                sampling["grammar"] = AnyText()
             try:
                 bench.add(text, n, **sampling)
             except RequestRejected:
@@ -90,6 +92,7 @@ def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
     for job in bench.jobs:
         job.check()
     assert len(bench.jobs) > 150
+    assert sum(job.request.sampling.grammar is not None for job in bench.jobs) > 20
     assert bench.scheduler.counters["prefix_hits"] > 0 or not limits.get("max_stored", 4)
     assert any(call[0] == "fork" for call in bench.runner.calls)
     bench.evict_all()
