@@ -7,6 +7,7 @@ program is a part of the file's name.
 """
 
 import hashlib
+import importlib
 import logging
 import os
 import tempfile
@@ -41,6 +42,9 @@ class ProgramStore:
         self._directory = directory
         self._identity = _digest(_platform(), _sources(), repr(config), _contents(plan), *map(repr, parts))
         self.found = self.made = 0
+        if jax.default_backend() == "gpu":
+            # It says where the library is that compiled kernels call; otherwise only lowering would import it.
+            importlib.import_module("jax.experimental.mosaic.gpu")
 
     def keep(
         self, name: str, function: Callable[..., Any], out_like: Callable[..., Any]

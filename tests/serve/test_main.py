@@ -40,7 +40,7 @@ class Engine(FakeEngine):
 
 model = SimpleNamespace(name="tiny", tokenizer=tiny_tokenizer())
 built = SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine", sampling_defaults={})
-program.build = lambda config: built
+program.build = lambda config, programs: built
 """
 MAIN = "sys.exit(program.main())"
 
