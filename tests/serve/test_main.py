@@ -132,7 +132,7 @@ Engine.start = start
 
 @pytest.mark.parametrize("part", ["program.build", "Engine.start"])
 def test_a_pool_beyond_the_memory_is_a_fault_of_the_configuration(part: str) -> None:
-    status, errors = ended(f"{part} = lambda *_: jax.numpy.zeros(2**50).block_until_ready()")
+    status, errors = ended(f"{part} = lambda *_, **__: jax.numpy.zeros(2**50).block_until_ready()")
     assert status == 2
     assert "Cannot serve: RESOURCE_EXHAUSTED: Out of memory" in errors
     for flag in ("--num-pages", "--kv-cache-memory", "--gpu-memory-utilization"):
@@ -142,7 +142,7 @@ def test_a_pool_beyond_the_memory_is_a_fault_of_the_configuration(part: str) -> 
 
 @pytest.mark.parametrize("part", ["program.build", "Engine.start"])
 def test_interrupted_before_it_serves_it_leaves_quietly(part: str) -> None:
-    status, errors = ended(f"import signal\n{part} = lambda *_: signal.raise_signal(signal.SIGINT)")
+    status, errors = ended(f"import signal\n{part} = lambda *_, **__: signal.raise_signal(signal.SIGINT)")
     assert status == 130
     assert "Traceback" not in errors
 
