@@ -134,13 +134,21 @@ def most_tokens(args: argparse.Namespace) -> int:
     return args.steps + 2 * args.requests * -(-args.context // min(2048, max(args.chunk // 4, 32)))
 
 
-def start_engine(config: ModelConfig, params: Any, retention: float, **options: Any) -> Engine:
-    """A running engine with lognormal budgets around the retention; `options` are fields of ServeConfig."""
+def start_engine(
+    config: ModelConfig, params: Any, retention: float, *, programs: str | None = None, **options: Any
+) -> Engine:
+    """A running engine with lognormal budgets around the retention; `options` are fields of ServeConfig.
+
+    `programs`: directory that keeps traced programs for the next start.
+    """
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
         decode_step.ragged(config, retention).save(file.name)
         served = ServeConfig(model=config.name, profile=file.name, min_entries=0, dtype="bfloat16", **options)
         model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
-        built = build_engine(served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu")
+        built = build_engine(
+            served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu",
+            programs=Path(programs) if programs else None,
+        )  # fmt: skip
     print(built.summary, flush=True)
     began = time.perf_counter()
     built.engine.start()
@@ -163,6 +171,7 @@ def main() -> None:
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--plain", action="store_true", help="sampling without sampling.compiler_options()")
+    parser.add_argument("--programs", help="keep traced programs in this directory, for the next start")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
@@ -182,6 +191,7 @@ def main() -> None:
             config, params, args.retention,
             max_num_seqs=args.requests, max_num_batched_tokens=args.chunk, max_model_len=longest,
             page_size=args.page_size, heads_per_page=heads, prefix_cache=False, scorer=args.scorer,
+            programs=args.programs,
         )  # fmt: skip
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))
     rows = []
