@@ -17,10 +17,11 @@ from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from models.rope import same_rope
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
+from serve.buckets import make_buckets
 from serve.engine import Engine
 from serve.errors import APIError
 from serve.protocol import CompletionRequest
-from serve.runner import Buckets, Runner
+from serve.runner import Runner
 from serve.scheduler import Limits
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
@@ -30,11 +31,8 @@ from tangram_jax.scorers import get_scorer
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
-CHUNKS = (32, 128, 512, 2048, 8192)
 CPU_POOL_SHARE, CPU_POOL_MOST = 0.25, 2 << 30  # of the free memory; bytes
 GPU_RESERVE = 2 << 30  # bytes for everything beside weights, pool and what a chunk's tokens need
-# Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
-MOST_SCORED = 512
 
 log = logging.getLogger("tangram.engine")
 
@@ -226,27 +224,6 @@ def build_engine(
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
     return Built(engine, model, plan, summary, defaults)
-
-
-def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len: int) -> Buckets:
-    """Few shapes, at most four times apart: every chunk and batch runs in the next larger one.
-
-    Batches beyond 16 are twice apart: a GPU takes 8% longer for products with 64 tokens than with 32, but only 3% longer for
-    a step of 16 tokens than of 4.
-    """
-    least = -(-window // 8) * 8
-    # As long as the longest request, in the multiples of 64 tokens that the kernels take that score a chunk's entries.
-    most = max(min(max_tokens, -(-max_model_len // 64) * 64), least)
-    # Streams wait for one mixed chunk between two tokens: the largest chunk runs alone.
-    mixed = [least, *(c for c in CHUNKS if least < c < most)]
-    sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))
-    batches = {*(n for n in sizes if n < max_num_seqs), max(1, max_num_seqs // 2), max_num_seqs}
-    return Buckets(
-        mixed_chunks=tuple(mixed),
-        largest_chunk=most,
-        batches=tuple(sorted(batches)),
-        prompt_logprobs=max(c for c in mixed if c <= max(MOST_SCORED, least)),
-    )
 
 
 def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:

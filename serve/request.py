@@ -37,9 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # at most 16, beside the model's EOS ids
     logprobs: int | None = None  # top logprobs a token, 0..20; 0: the chosen token's only; None: off
     prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
-    grammar: Grammar | None = (
-        None  # what is generated follows it; it also decides over ignore_eos and min_tokens
-    )
+    grammar: Grammar | None = None  # what is generated follows it, before ignore_eos and min_tokens
 
     @property
     def greedy(self) -> bool:

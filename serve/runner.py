@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from serve.buckets import Buckets
 from serve.compiling import Program, compile_all, threads_for
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
@@ -38,31 +39,6 @@ MASKED = VARIANTS[2]  # of a batch in which a grammar allows some tokens only: o
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """The shapes that exist."""
-
-    mixed_chunks: tuple[
-        int, ...
-    ]  # token slots of a chunk beside as many decode slots as there are, ascending
-    largest_chunk: int  # token slots of a chunk alone
-    batches: tuple[int, ...]  # decode slots, ascending
-    prompt_logprobs: int  # token slots of a chunk whose every token is scored
-
-    @property
-    def sizes(self) -> list[tuple[int | None, int | None]]:
-        """(chunk, decode slots) of every program. Small chunks come with decode slots, which cost little if empty."""
-        mixed: list[tuple[int | None, int | None]] = [(c, self.batches[-1]) for c in self.mixed_chunks]
-        return [*mixed, (self.largest_chunk, None), *((None, b) for b in self.batches)]
-
-    def mixed(self, count: int) -> int | None:
-        """The least chunk that holds `count` tokens beside decode slots; None if only the chunk alone does."""
-        return next((c for c in self.mixed_chunks if c >= count), None)
-
-    def batch(self, count: int) -> int:
-        return next(b for b in self.batches if b >= count)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,10 @@ import numpy as np
 
 from pallas_kernels.layered_plan import LayeredPlan
 
-# Columns of `ChunkPlan.tiles`
-ROW, END, SEGMENT, HEAD = range(
-    4
-)  # first query row, the row after its request's last, the first row of the request's own keys
-LENGTH, OFFSET, COLUMN = range(
-    4, 7
-)  # of the head's history: entries, place in the flat tables, column in the page
+# Columns of `ChunkPlan.tiles`: first query row, the row after its request's last, the first row of the request's own keys,
+# the head; of its history the entries, the place in the flat tables, the column in the page.
+ROW, END, SEGMENT, HEAD = range(4)
+LENGTH, OFFSET, COLUMN = range(4, 7)
 MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on the diagonal
 CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
 HISTORY_FIRST = 13  # the first block of the history without a mask

@@ -11,7 +11,8 @@ from models.registry import LoadedModel
 from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
-from serve.build import build_engine, choose_profile, make_buckets, sampling_defaults
+from serve.buckets import make_buckets
+from serve.build import build_engine, choose_profile, sampling_defaults
 from tangram_jax.profile import BudgetProfile
 
 

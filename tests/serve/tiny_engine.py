@@ -18,9 +18,10 @@ from models.config import ModelConfig
 from models.testing import random_params, tiny_config
 from models.transformer import forward
 from serve.args import ServeConfig
+from serve.buckets import Buckets
 from serve.engine import Engine
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
-from serve.runner import Buckets, Runner
+from serve.runner import Runner
 from serve.scheduler import Limits
 
 CONFIG = tiny_config(num_layers=2)
