@@ -21,9 +21,7 @@ from serve.grammar_trial import parser_limits
 from serve.text import TextTokenizer
 from tangram_jax.sampling_filters import mask_words
 
-TRIAL_SECONDS = (
-    20.0  # a trial that takes longer is ended; it ends by itself after far fewer seconds of a processor
-)
+TRIAL_SECONDS = 20.0  # after which a trial is ended; by itself it ends after far fewer seconds of a processor
 SLOW_STEP = 0.25  # seconds of the engine's thread after which a choice ends: others wait for it
 # Without it the text that must come next is put into tokens by the tokenizer: that calls Python from the engine's thread,
 # and knows no limit (`x{1000}` nested three times).

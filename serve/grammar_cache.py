@@ -23,9 +23,8 @@ class GrammarCache:
         self._source = tokenizer, vocab_size, end_ids
         self._vocabulary: Vocabulary | None = None
         self._building = threading.Lock()
-        self._grammars: OrderedDict[tuple[str, str], Future[Grammar]] = (
-            OrderedDict()
-        )  # on the event loop alone
+        # On the event loop alone.
+        self._grammars: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
         self._executor = ThreadPoolExecutor(2, "grammar")
 
     async def get(self, spec: GrammarSpec) -> Grammar:
@@ -46,13 +45,19 @@ class GrammarCache:
             # Not cancelled with this request: others may wait for it.
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), WAIT_SECONDS)
         except GrammarError as error:
-            if self._grammars.get(key) is future:  # it may have failed for want of time
-                del self._grammars[key]
+            self._forget(key, future)  # it may have failed for want of time
             raise spec.error(str(error)) from None
         except TimeoutError:
             raise unavailable(
                 "The grammar of this request was not compiled in time: try again later."
             ) from None
+        except Exception:  # e.g. no memory for a process to try it in: the next request may have more luck
+            self._forget(key, future)
+            raise
+
+    def _forget(self, key: tuple[str, str], future: Future[Grammar]) -> None:
+        if self._grammars.get(key) is future:
+            del self._grammars[key]
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         with self._building:

@@ -1,5 +1,6 @@
 """Compiling grammars and following them token by token, over tokenizers of both kinds."""
 
+import asyncio
 import json
 import random
 import re
@@ -13,6 +14,7 @@ from models.gguf_tokenizer import read_tokenizer
 from models.testing import tiny_config, tiny_tokenizer
 from serve import grammar
 from serve.grammar import GrammarError, GrammarFailure, Vocabulary
+from serve.grammar_cache import GrammarCache
 from serve.structured import GrammarSpec
 from tangram_jax.sampling_filters import mask_words
 
@@ -255,6 +257,19 @@ def test_a_trial_that_cannot_run_is_not_the_fault_of_the_grammar(monkeypatch, tm
     monkeypatch.setattr(grammar, "_TRIAL", tmp_path / "missing.py")
     with pytest.raises(RuntimeError, match=r"missing\.py"):
         TINY.compile('start: "a"')
+
+
+def test_what_failed_once_is_compiled_anew(monkeypatch):
+    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
+    spec = GrammarSpec("regex", "a+", "guided_regex")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "_TRIAL", grammar._TRIAL.with_name("missing.py"))
+        with pytest.raises(RuntimeError, match="cannot be tried out"):
+            asyncio.run(cache.get(spec))
+    compiled = asyncio.run(cache.get(spec))
+    assert allowed(compiled.start()) == {byte("a")}
+    assert asyncio.run(cache.get(spec)) is compiled
+    cache.close()
 
 
 def test_a_model_without_an_end_token():
