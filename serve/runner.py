@@ -310,7 +310,8 @@ class Runner:
         jax.block_until_ready(self._warm_tables())
         programs = list(self._programs())
         # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
-        steps = threads_for(1 / 4 if self._device.platform == "gpu" else 1 / 2)
+        # On a CPU two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk.
+        steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
         yield from compile_all(programs, {self._step: steps, self._sample: threads_for(1 / 8)})
         for name, function, arguments, static in programs:
             yield name
