@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class ProgramStore:
 
     def __init__(self, directory: Path, config: ModelConfig, plan: CachePlan, *parts: Any) -> None:
         """`parts`: what else the functions to be kept depend on, told apart by `repr`."""
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._identity = _digest(_platform(), _sources(), repr(config), _contents(plan), *map(repr, parts))
         self.found = self.made = 0
@@ -68,10 +66,11 @@ class ProgramStore:
                 try:
                     checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALLS]
                     exported = export.export(jax.jit(flat), disabled_checks=checks)(*shapes)
-                    self._write(path, exported.serialize())
+                    text = exported.serialize()
                 except Exception as error:  # a start without the store is only slower
-                    log.debug("Program %s is not kept: %s", name, error)
+                    log.debug("Program %s cannot be kept: %s", name, error)
                     return function(*args, **static)
+                self._write(path, text)
             return jax.tree.unflatten(jax.tree.structure(out_like(*args, **static)), exported.call(*leaves))
 
         return kept
@@ -96,14 +95,22 @@ class ProgramStore:
         return exported
 
     def _write(self, path: Path, text: bytes | bytearray) -> None:
-        """At once or not at all, for whoever reads at the same time."""
+        """At once or not at all, for whoever reads at the same time. Where it cannot be written, the next start is slow."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            try:
+                fresh.write_bytes(hashlib.sha256(text).digest() + text)
+                fresh.replace(path)
+            finally:
+                fresh.unlink(missing_ok=True)
+            old = sorted(self._directory.glob("[!.]*"), key=lambda p: p.stat().st_mtime, reverse=True)
+            for path in old[MOST_FILES:]:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            log.debug("Programs cannot be kept in %s: %s", self._directory, error)
+            return
         self.made += 1
-        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".", delete=False) as file:
-            file.write(hashlib.sha256(text).digest() + text)
-        os.replace(file.name, path)
-        old = sorted(self._directory.glob("[!.]*"), key=lambda p: p.stat().st_mtime, reverse=True)
-        for path in old[MOST_FILES:]:
-            path.unlink(missing_ok=True)
 
 
 def _digest(*parts: Any) -> str:

@@ -123,6 +123,14 @@ def test_a_program_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_cannot_be_written(tmp_path):
+    """A file is where it should be: true for every user, also for one who may write everywhere."""
+    (tmp_path / "file").write_text("")
+    got, store = scaled(new_store(tmp_path / "file" / "programs"))
+    np.testing.assert_array_equal(got, [0, 3, 6, 9])
+    assert (store.made, store.found) == (0, 0)
+
+
 def test_old_files_go(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "MOST_FILES", 3)
     for size in range(2, 7):
