@@ -66,7 +66,7 @@ class Vocabulary:
         for i in self.end_ids:
             self.end_mask[i // 32] |= np.uint32(1 << i % 32)
         ends = sorted(self.end_ids)
-        self.library = LLTokenizer(
+        self.tokenizer = LLTokenizer(
             TokenizerWrapper(_Tokens(tokenizer, vocab_size, self.special, ends[0])),
             n_vocab=vocab_size,
             eos_token=ends,
@@ -81,7 +81,7 @@ class Vocabulary:
         text += _NO_FORCING
         self._try(text)
         tried = time.perf_counter()
-        matcher = LLMatcher(self.library, text, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise GrammarError(_plain(matcher.get_error()))
         grammar = Grammar(self, matcher)
