@@ -147,7 +147,7 @@ def start_engine(
         model = LoadedModel(config, params, cast(Any, None), config.name)  # nobody asks for text here
         built = build_engine(
             served, model, dtype=jnp.bfloat16, on_gpu=jax.default_backend() == "gpu",
-            programs=Path(programs) if programs else None,
+            programs=Path(programs) / "programs" if programs else None,
         )  # fmt: skip
     print(built.summary, flush=True)
     began = time.perf_counter()
@@ -171,9 +171,15 @@ def main() -> None:
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--plain", action="store_true", help="sampling without sampling.compiler_options()")
-    parser.add_argument("--programs", help="keep traced programs in this directory, for the next start")
+    parser.add_argument(
+        "--programs", help="directory that keeps programs for the next start, as a server's cache does"
+    )
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
+    if args.programs:
+        jax.config.update("jax_compilation_cache_dir", str(Path(args.programs) / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     longest = args.context + most_tokens(args)
     if longest > config.max_positions:
