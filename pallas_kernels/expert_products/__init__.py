@@ -1,0 +1,59 @@
+"""Products of tokens with the weights of the experts that they are routed to (mixture of experts)."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import support
+from pallas_kernels.expert_products.plan import ExpertPlan, num_rows, plan_experts
+from pallas_kernels.expert_products.reference import expert_products_reference
+from pallas_kernels.expert_products.tuning import BOX, DEPTH, Tuning, tuning_for
+
+__all__ = [
+    "ExpertPlan",
+    "check_supported",
+    "expert_products",
+    "expert_products_reference",
+    "num_rows",
+    "plan_experts",
+    "tuning_for",
+]
+
+
+def check_supported(
+    dtype: jax.typing.DTypeLike,
+    weights_dtype: jax.typing.DTypeLike,
+    weights_shape: tuple[int, ...],
+    *,
+    device: jax.Device | None = None,
+) -> None:
+    """Raises NotImplementedError, naming the feature, for weights [X, depth, parts, columns] that have no kernel."""
+    _, depth, _, columns = weights_shape
+    if dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError(f"experts of {dtype}: the kernel takes bfloat16 and float16")
+    if weights_dtype != dtype:
+        raise NotImplementedError(
+            f"experts of {weights_dtype} for rows of {dtype}: the kernel takes equal dtypes"
+        )
+    if depth % DEPTH or columns % BOX:
+        raise NotImplementedError(
+            f"experts of {depth} x {columns}: the kernel takes multiples of {DEPTH} and {BOX}"
+        )
+    support.check_device(device)
+
+
+def expert_products(
+    x: jax.Array, weights: jax.Array, plan: ExpertPlan, *, tuning: Tuning, interpret: Any = None
+) -> jax.Array:
+    """Rows x [M, depth], sorted as `plan` says, times the weights [X, depth, parts, columns] of their experts: [M, columns].
+
+    With two parts, gate and up, the result is SiLU(gate) * up. Sums are float32, the result has the dtype of x. Rows of no
+    block hold anything. `plan` was made for blocks of `tuning.rows`.
+
+    Raises NotImplementedError for what `check_supported` says.
+    """
+    from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
+
+    if interpret is None:
+        check_supported(x.dtype, weights.dtype, weights.shape)
+    return expert_products_mosaic_gpu(x, weights, plan, tuning=tuning, interpret=interpret)

@@ -1,0 +1,93 @@
+"""Products with the weights of experts on the CPU: the plan, the reference, and the kernel under the interpreter."""
+
+import dataclasses
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import expert_products as ep
+from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
+from pallas_kernels.expert_products.tuning import FEW, MANY
+from tests.kernels.expert_cases import make_case, relative_error
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_plan(data):
+    """Every token's row belongs to its expert's blocks, and no two blocks have a row in common."""
+    num_experts = data.draw(st.sampled_from([1, 3, 8]))
+    per_token = data.draw(st.integers(1, min(num_experts, 3)))
+    tokens = data.draw(st.sampled_from([1, 2, 7, 40, 300]))
+    block = data.draw(st.sampled_from([8, 64]))
+    experts = make_case(
+        tokens, per_token, num_experts, busy=data.draw(st.integers(per_token, num_experts))
+    ).experts
+    plan = ep.plan_experts(jnp.asarray(experts), num_experts, block)
+    position, token = np.asarray(plan.position), np.asarray(plan.token)
+    assert len(np.unique(position)) == position.size and position.max() < len(token)
+    assert len(token) == ep.num_rows(tokens, per_token, num_experts)
+    np.testing.assert_array_equal(token[position], np.arange(tokens)[:, None] + np.zeros((1, per_token), int))
+    owner = np.full(len(token), -1)
+    for number in range(int(plan.ends[-1])):
+        expert, row, rows = (int(x) for x in plan.place(number))
+        assert 0 < rows <= block and rows % 8 == 0 and row % 8 == 0
+        assert (owner[row : row + rows] == -1).all() and row + rows <= len(token)
+        owner[row : row + rows] = expert
+    np.testing.assert_array_equal(owner[position], experts)
+    assert int(plan.ends[-1]) <= len(plan.expert)
+
+
+@pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.parametrize("busy", [None, 3])
+def test_reference(block, busy):
+    case = make_case(150, 3, 6, busy=busy)
+    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
+    h = ep.expert_products_reference(case.x[plan.token], case.gate_up, plan)
+    out = ep.expert_products_reference(h, case.down, plan)
+    assert relative_error(out[plan.position], case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tuning", "case"),
+    [
+        (dataclasses.replace(FEW, num_ctas=2, stages=3), (5, 2, 4, 128, 192)),
+        (dataclasses.replace(FEW, num_ctas=2, stages=2), (80, 1, 2, 64, 64)),
+        (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128)),
+    ],
+    ids=["few rows", "blocks of one expert", "two warpgroups"],
+)
+def test_kernel_in_the_interpreter(tuning, case):
+    case = make_case(*case, dtype=jnp.float16)
+    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    options = {"tuning": tuning, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    h = expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, **options)
+    out = expert_products_mosaic_gpu(h, case.down, plan, **options)
+    assert relative_error(out[plan.position], case.expected()) < 2e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_what_is_not_supported():
+    with pytest.raises(
+        NotImplementedError, match="experts of float32: the kernel takes bfloat16 and float16"
+    ):
+        ep.check_supported("float32", "float32", (4, 64, 2, 64))
+    with pytest.raises(NotImplementedError, match="float16 for rows of bfloat16"):
+        ep.check_supported("bfloat16", "float16", (4, 64, 2, 64))
+    with pytest.raises(
+        NotImplementedError, match="experts of 64 x 96: the kernel takes multiples of 64 and 64"
+    ):
+        ep.check_supported("bfloat16", "bfloat16", (4, 64, 2, 96))
+    with pytest.raises(NotImplementedError, match="platform cpu"):
+        ep.check_supported("bfloat16", "bfloat16", (4, 64, 2, 64))
+
+
+def test_a_plan_for_other_blocks_is_refused():
+    case = make_case(4, 1, 2, dtype=jnp.float16)
+    plan = ep.plan_experts(jnp.asarray(case.experts), 2, 8)
+    with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 64"):
+        expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=FEW)
