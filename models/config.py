@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from models.expert_fields import MIXTRAL_DEFAULTS, QWEN3_MOE_DEFAULTS, read_experts
 from models.gemma import GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS, gemma3_fields, gemma3_problems, text_part
 from models.layer_types import is_whole, read_sliding_layers
 from models.rope_scaling import RopeScaling, is_positive, read_rope, read_sliding_rope
@@ -25,6 +26,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {
         "num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128,
     },
+    "MixtralForCausalLM": MIXTRAL_DEFAULTS,
+    "Qwen3MoeForCausalLM": QWEN3_MOE_DEFAULTS,
     **dict.fromkeys(GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS),
 }  # fmt: skip
 
@@ -65,6 +68,12 @@ class ModelConfig:
     post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma 3)
     embed_scale: float = 1.0  # factor on the embeddings, rounded to their dtype (Gemma: E ** 0.5)
     gelu: bool = False  # the MLP's gate is GELU (tanh approximation) instead of SiLU
+    # A mixture of experts: X of them in every layer but `dense_layers`, k of which each token goes through.
+    num_experts: int = 0  # X; 0: one MLP for all tokens
+    experts_per_token: int = 0  # k
+    expert_size: int = 0  # hidden width of each
+    normalize_experts: bool = True  # the weights of the chosen experts add up to one
+    dense_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -87,6 +96,15 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
             raise ValueError(f"sliding layers need a window of at least 1, got {self.sliding_window}")
+        if self.num_experts and self.gelu:
+            raise ValueError("experts whose gate is GELU are not supported, only SiLU")
+        if self.num_experts and not (
+            1 <= self.experts_per_token <= self.num_experts and self.expert_size >= 1
+        ):
+            raise ValueError(
+                f"expected 1 to {self.num_experts} experts a token of a size of at least 1, got {self.experts_per_token} "
+                f"of size {self.expert_size}"
+            )
         if list(self.sliding_layers) != sorted(set(self.sliding_layers) & set(range(self.num_layers))):
             raise ValueError(
                 f"sliding_layers must be ascending numbers below {self.num_layers}, got {self.sliding_layers}"
@@ -101,6 +119,10 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor on q.k before the softmax."""
         return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -130,6 +152,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     theta, scaling, wrong = read_rope(config)
     problems += wrong
     sliding_layers, window, wrong = read_sliding_layers(config, architecture)
+    problems += wrong
+    experts, wrong = read_experts(config, architecture)
     problems += wrong
     sliding_theta, wrong = read_sliding_rope(config) if sliding_layers else (None, [])
     problems += wrong
@@ -168,7 +192,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         sliding_rope_theta=sliding_theta,
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture.startswith("Qwen3"),
+        **experts,
     )
     if architecture in GEMMA3_ARCHITECTURES:
         fields |= gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))

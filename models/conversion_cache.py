@@ -94,7 +94,7 @@ def _load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer]
     if fields["rope_scaling"] is not None:
         factors = tuple(fields["rope_scaling"].pop("factors"))
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"], factors=factors)
-    tuples = {key: tuple(fields.get(key, ())) for key in ("eos_token_ids", "sliding_layers")}
+    tuples = {key: tuple(fields.get(key, ())) for key in ("eos_token_ids", "sliding_layers", "dense_layers")}
     config = ModelConfig(**{**fields, **tuples})
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(

@@ -1,6 +1,6 @@
 """GGUF files of the Llama family: configuration and tensors (dequantised).
 
-Not supported: sliding windows but Gemma 3's, mixtures of experts, images.
+Not supported: sliding windows but Gemma 3's, images.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.layer_types import is_whole
 from models.rope_scaling import yarn_attention_factor
 from models.tokenizer import Tokenizer
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 # Numbers of layers of Gemma 3 27B, whose scale of the scores the files do not have.
 _GEMMA3_27B = 62
 
@@ -78,7 +78,6 @@ class GGUFFile:
         if architecture not in _ARCHITECTURES:
             problems.append(f"architecture {architecture}")
         features = {
-            "expert_count": "mixture of experts",
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         }
@@ -88,7 +87,8 @@ class GGUFFile:
         if problems:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "
-                "the architectures llama (Llama, SmolLM2, Mistral without sliding window), qwen2, qwen3 and gemma3"
+                "the architectures llama (Llama, SmolLM2, Mistral without sliding window, Mixtral), qwen2, qwen3, "
+                "qwen3moe and gemma3"
             )
         get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
@@ -106,7 +106,7 @@ class GGUFFile:
         scaling = self._rope_scaling()
         positions = int(get("context_length"))
         num_layers = int(get("block_count"))
-        special: dict[str, Any] = {"qk_norm": architecture == "qwen3"}
+        special: dict[str, Any] = {"qk_norm": architecture in ("qwen3", "qwen3moe")} | self._experts()
         if architecture == "gemma3":
             # As llama.cpp, which knows the largest model by its layers.
             head_share = hidden_size // num_heads if num_layers == _GEMMA3_27B else head_dim
@@ -130,6 +130,19 @@ class GGUFFile:
             eos_token_ids=() if eos is None else (int(eos),),
             **special,
         )
+
+    def _experts(self) -> dict[str, Any]:
+        """Fields of a mixture of experts: in every layer, the weights of the chosen ones add up to one, as in llama.cpp."""
+        architecture = self._architecture
+        count = self.field(f"{architecture}.expert_count", 0)
+        if not count or architecture not in ("llama", "qwen3moe"):
+            return {}
+        # Mixtral's files call it the size of the MLP, as its configuration does.
+        size = self.field(f"{architecture}.expert_feed_forward_length") or self._required(
+            architecture, "feed_forward_length"
+        )
+        per_token = self._required(architecture, "expert_used_count")
+        return {"num_experts": int(count), "experts_per_token": int(per_token), "expert_size": int(size)}
 
     def _gemma3_windows(self, num_layers: int) -> dict[str, Any]:
         """Fields of the sliding layers: the base is 10000 and every sixth layer sees all unless the file says otherwise."""

@@ -19,7 +19,8 @@ def read_sliding_layers(
 
     `layer_types` says it for Qwen and Gemma 3. Without it, of Qwen those from `max_window_layers` on where
     `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th. As in transformers, all layers of
-    Mistral slide where it has a window, and none of Llama, whatever `layer_types` says; mixed ones are refused.
+    Mistral, Mixtral and Qwen's mixtures of experts slide where they have a window, and none of Llama, whatever
+    `layer_types` says; mixed ones are refused.
     Without sliding layers the window is None. With problems the first two mean nothing.
     """
     layers, problems = _layers(config, architecture)
@@ -38,14 +39,17 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
     if not is_whole(num_layers):
         return (), []  # what is wrong with it is said elsewhere
     types = config.get("layer_types")
-    mixes = architecture.startswith(("Qwen", "Gemma3"))
+    alike = architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
+    mixes = architecture.startswith(("Qwen", "Gemma3")) and not alike
     if types is not None:
         layers, problems = _of_types(types, num_layers)
         if mixes or problems:
             return layers, problems
         if 0 < len(layers) < num_layers:
             return (), [f"layers of sliding_attention beside others in {architecture}"]
-    if architecture == "MistralForCausalLM":
+    if alike and architecture.startswith("Qwen") and not config.get("use_sliding_window"):
+        return (), []
+    if alike:
         return () if config.get("sliding_window") is None else tuple(range(num_layers)), []
     if architecture.startswith("Gemma3"):
         # The second name is that of an attribute, which some versions of transformers saved.

@@ -43,13 +43,14 @@ def map_specs(f: Any, specs: Any, *rest: Any) -> Any:
     return jax.tree.map(f, specs, *rest, is_leaf=_is_spec)
 
 
-def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
+def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     """Parameters of one layer.
 
     `qkv[:, k]` holds the G query heads of KV head k, then its key head, then its value head, so that the one
     axis "kv_heads" shards queries, keys and values alike. `gate_up[:, 0]` is the gate, `gate_up[:, 1]` the up part.
     Where the model has them, `qkv_bias` belongs to `qkv`, `q_norm` and `k_norm` are weights for every head alike, and
-    `attn_post_norm` and `mlp_post_norm` normalise what attention and MLP give before it is added.
+    `attn_post_norm` and `mlp_post_norm` normalise what attention and MLP give before it is added. A mixture of experts
+    has a `router` and the weights of all experts instead of one MLP's.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
@@ -58,9 +59,19 @@ def layer_specs(config: ModelConfig) -> dict[str, ParamSpec]:
         "qkv": ParamSpec((E, K, G + 2, D), ("embed", "kv_heads", None, "head_dim"), E),
         "attn_out": ParamSpec((N, D, E), ("heads", "head_dim", "embed"), N * D),
         "mlp_norm": ParamSpec((E,), ("embed",), None),
-        "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
-        "down": ParamSpec((F, E), ("mlp", "embed"), F),
     }
+    if config.has_experts(layer):
+        X, F = config.num_experts, config.expert_size
+        specs |= {
+            "router": ParamSpec((E, X), ("embed", None), E),
+            "expert_gate_up": ParamSpec((X, E, 2, F), (None, "embed", None, "mlp"), E),
+            "expert_down": ParamSpec((X, F, E), (None, "mlp", "embed"), F),
+        }
+    else:
+        specs |= {
+            "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
+            "down": ParamSpec((F, E), ("mlp", "embed"), F),
+        }
     if config.qkv_bias:
         specs["qkv_bias"] = ParamSpec((K, G + 2, D), ("kv_heads", None, "head_dim"), E)
     if config.qk_norm:
@@ -76,7 +87,7 @@ def param_specs(config: ModelConfig) -> Params:
     specs: Params = {
         "embed": ParamSpec((V, E), ("vocab", "embed"), E),
         "final_norm": ParamSpec((E,), ("embed",), None),
-        "layers": tuple(layer_specs(config) for _ in range(config.num_layers)),
+        "layers": tuple(layer_specs(config, layer) for layer in range(config.num_layers)),
     }
     if not config.tie_embeddings:
         specs["lm_head"] = ParamSpec((E, V), ("embed", "vocab"), E)

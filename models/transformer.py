@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.config import ModelConfig
+from models.experts import expert_mlp
 from models.params import Params
 from models.rope import rope_tables, rotate
 
@@ -81,12 +82,16 @@ def _after_attention(layer_params: dict[str, Array], x: Array, attended: Array, 
     with jax.named_scope("mlp_norm"):
         h = _norm(x, layer_params["mlp_norm"], config)
     with jax.named_scope("mlp"):
-        gate_up = jnp.einsum("te,egf->tgf", h, layer_params["gate_up"])
-        h = _gate(gate_up[:, 0], config) * gate_up[:, 1]
-        h = jnp.einsum("tf,fe->te", h, layer_params["down"])
+        h = expert_mlp(layer_params, h, config) if "router" in layer_params else _mlp(layer_params, h, config)
         if config.post_norms:
             h = _norm(h, layer_params["mlp_post_norm"], config)
         return x + h
+
+
+def _mlp(layer_params: dict[str, Array], h: Array, config: ModelConfig) -> Array:
+    gate_up = jnp.einsum("te,egf->tgf", h, layer_params["gate_up"])
+    h = _gate(gate_up[:, 0], config) * gate_up[:, 1]
+    return jnp.einsum("tf,fe->te", h, layer_params["down"])
 
 
 def _gate(x: Array, config: ModelConfig) -> Array:

@@ -33,7 +33,7 @@ class TensorSource(Protocol):
 
 
 class _Entry(NamedTuple):
-    huggingface: str  # tensor name; "{layer}" stands for the layer's number
+    huggingface: str  # tensor name; "{layer}" stands for the layer's number, "{expert}" for the expert's
     gguf: str
     leaf: str  # key of the parameter, in the layer when the name has "{layer}"
     part: str  # which part of the leaf: a key of `_parts`
@@ -69,6 +69,22 @@ _TABLE = (
     _Entry("model.layers.{layer}.mlp.gate_proj.weight", "blk.{layer}.ffn_gate.weight", "gate_up", "gate"),
     _Entry("model.layers.{layer}.mlp.up_proj.weight", "blk.{layer}.ffn_up.weight", "gate_up", "up"),
     _Entry("model.layers.{layer}.mlp.down_proj.weight", "blk.{layer}.ffn_down.weight", "down", "down"),
+)
+_EXPERTS = (  # a tensor for each expert; in GGUF files one for all, below
+    _Entry("model.layers.{layer}.mlp.gate.weight", "blk.{layer}.ffn_gate_inp.weight", "router", "router"),
+    _Entry("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "", "expert_gate_up", "expert_gate"),
+    _Entry("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", "", "expert_gate_up", "expert_up"),
+    _Entry("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", "", "expert_down", "expert_down"),
+    _Entry("", "blk.{layer}.ffn_gate_exps.weight", "expert_gate_up", "all_gate"),
+    _Entry("", "blk.{layer}.ffn_up_exps.weight", "expert_gate_up", "all_up"),
+    _Entry("", "blk.{layer}.ffn_down_exps.weight", "expert_down", "all_down"),
+)
+# Mixtral's names for Qwen's.
+_MIXTRAL = (
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"(\.experts\.\d+\.)w1\."), r"\1gate_proj."),
+    (re.compile(r"(\.experts\.\d+\.)w3\."), r"\1up_proj."),
+    (re.compile(r"(\.experts\.\d+\.)w2\."), r"\1down_proj."),
 )
 _MLP_NORM = (  # Llama's, whose name in Hugging Face checkpoints says where it stands
     _Entry(
@@ -117,6 +133,7 @@ class _Part(NamedTuple):
 def _parts(config: ModelConfig) -> dict[str, _Part]:
     V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
+    X, S = config.num_experts, config.expert_size
 
     def part(shape: tuple[int, ...], index: tuple, view: Callable[[np.ndarray], np.ndarray]) -> _Part:
         def place(leaf: np.ndarray, tensor: np.ndarray) -> None:
@@ -140,30 +157,51 @@ def _parts(config: ModelConfig) -> dict[str, _Part]:
         "gate": part((F, E), (every, 0), lambda x: x.T),
         "up": part((F, E), (every, 1), lambda x: x.T),
         "down": part((E, F), (...,), lambda x: x.T),
+        "router": part((X, E), (...,), lambda x: x.T),
+        "expert_gate": part((S, E), (every, 0), lambda x: x.T),  # of one expert's part of the leaf
+        "expert_up": part((S, E), (every, 1), lambda x: x.T),
+        "expert_down": part((E, S), (...,), lambda x: x.T),
+        "all_gate": part((X, S, E), (every, every, 0), lambda x: x.swapaxes(1, 2)),
+        "all_up": part((X, S, E), (every, every, 1), lambda x: x.swapaxes(1, 2)),
+        "all_down": part((X, E, S), (...,), lambda x: x.swapaxes(1, 2)),
     }
 
 
-def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None], list[tuple[str, str]]]:
-    """(leaf, layer) -> the (tensor name, part) that fill it."""
-    names: dict[tuple[str, int | None], list[tuple[str, str]]] = {}
+class _Tensor(NamedTuple):
+    name: str
+    part: str
+    expert: int | None  # whose part of the leaf it belongs to
+
+
+def _leaf_names(config: ModelConfig, style: str) -> dict[tuple[str, int | None], list[_Tensor]]:
+    """(leaf, layer) -> the tensors that fill it."""
+    names: dict[tuple[str, int | None], list[_Tensor]] = {}
     specs = param_specs(config)
-    for entry in (*_TABLE, *(_POST_NORMS if config.post_norms else _MLP_NORM)):
+    for entry in (*_TABLE, *(_POST_NORMS if config.post_norms else _MLP_NORM), *_EXPERTS):
         template = entry.gguf if style == "gguf" else entry.huggingface
         in_layers = "{layer}" in template
-        if entry.leaf not in (specs["layers"][0] if in_layers else specs):
-            continue
         layers: list[int | None] = list(range(config.num_layers)) if in_layers else [None]
+        experts: list[int | None] = list(range(config.num_experts)) if "{expert}" in template else [None]
         for layer in layers:
-            name = template.format(layer=layer)
-            names.setdefault((entry.leaf, layer), []).append((name, entry.part))
+            if not template or entry.leaf not in (specs if layer is None else specs["layers"][layer]):
+                continue
+            tensors = [
+                _Tensor(template.format(layer=layer, expert=expert), entry.part, expert) for expert in experts
+            ]
+            names.setdefault((entry.leaf, layer), []).extend(tensors)
     return names
 
 
 def _text_names(source: TensorSource) -> dict[str, str]:
-    """Name in a checkpoint of text only -> name in this one. Raises WeightMismatchError where two mean the same tensor."""
+    """Name here -> name in the checkpoint, which may read images, or have Mixtral's names.
+
+    Raises WeightMismatchError where two mean the same tensor.
+    """
     names: dict[str, str] = {}
     for name in source.shapes:
         text_name = _LANGUAGE_MODEL.sub(r"\1", name)
+        for mixtral, here in _MIXTRAL:
+            text_name = mixtral.sub(here, text_name)
         if text_name in names:
             raise WeightMismatchError(f"{names[text_name]} and {name} are the same tensor")
         names[text_name] = name
@@ -174,7 +212,9 @@ def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None
     """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
     parts = _parts(config)
     wanted = {
-        name: parts[part].shape for items in _leaf_names(config, style).values() for name, part in items
+        tensor.name: parts[tensor.part].shape
+        for tensors in _leaf_names(config, style).values()
+        for tensor in tensors
     }
     found = {text_name: source.shapes[name] for text_name, name in _text_names(source).items()}
     problems = [
@@ -225,8 +265,9 @@ def assemble_params(
     for (leaf_name, layer), tensors in items:
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
         leaf = np.empty(spec.shape, dtype)
-        for name, part in tensors:
-            parts[part].place(leaf, source.read(names_here[name]))
+        for name, part, expert in tensors:
+            place = leaf if expert is None else leaf[expert]
+            parts[part].place(place, source.read(names_here[name]))
         flat[leaf_name, layer] = jax.device_put(leaf)
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
     top = {key: flat[key, None] for key in specs if key != "layers"}

@@ -1,5 +1,7 @@
 """Writes GGUF files as llama.cpp's converter would, for the tests of reading them."""
 
+import re
+
 import gguf
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +83,7 @@ def write_gguf(
             "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm",
         }  # fmt: skip
-    for name, x in source.tensors.items():
+    for name, x in with_stacked_experts(source.tensors).items():
         if architecture == "gemma3" and name.endswith("norm.weight"):
             x = x.astype(np.float32) + 1
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -96,6 +98,29 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacked_experts(tensors):
+    """The experts of a layer in one tensor, under the name that GGUF files have for it."""
+    kinds = {
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "w1": "gate",
+        "w3": "up",
+        "w2": "down",
+    }
+    others, experts = {}, {}
+    for name, x in tensors.items():
+        found = re.fullmatch(r"model\.layers\.(\d+)\..+\.experts\.(\d+)\.(\w+)\.weight", name)
+        if found:
+            layer, number, kind = found.groups()
+            stack = experts.setdefault(f"blk.{layer}.ffn_{kinds[kind]}_exps.weight", {})
+            stack[int(number)] = x
+        else:
+            router = re.sub(r"\.(mlp|block_sparse_moe)\.gate\.", ".ffn_gate_inp.", name)
+            others[router] = x
+    return others | {name: np.stack([stack[i] for i in range(len(stack))]) for name, stack in experts.items()}
 
 
 def with_tiny_vocabulary(source, config):

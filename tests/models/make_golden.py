@@ -61,12 +61,24 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }
+QWEN3_MOE = {
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [1],
+    "rope_parameters": DEFAULT_ROPE,
+}
+MIXTRAL = {"num_local_experts": 4, "rope_parameters": DEFAULT_ROPE}
 VARIANTS = {  # name: type of the model, fields
     "tiny_tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_untied_llama3": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
     "tiny_qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_parameters": DEFAULT_ROPE}),
     "tiny_gemma3": ("gemma3_text", GEMMA3),
+    "tiny_qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "tiny_mixtral": ("mixtral", MIXTRAL),
     "tiny_qwen3_yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
 }
 
@@ -79,8 +91,8 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
             # Norms other than one, and weights large enough that attention is far from uniform.
             parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.3)
     saved = model
-    if kind == "gemma3_text":
-        # Six layers: stored in 16 bits, to which the weights are rounded before the logits.
+    if kind in ("gemma3_text", "qwen3_moe", "mixtral"):
+        # Many weights: stored in 16 bits, to which the weights are rounded before the logits.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())

@@ -106,7 +106,8 @@ def test_padding_cannot_remove_heads():
 
 def check_sharded_logits() -> None:
     """Run in a process with 8 simulated devices: padded and sharded over 2, 4 and 8, the logits are the same."""
-    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True)
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 48, "dense_layers": (0, 2)}
+    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True, **experts)
     params = random_params(config)
     expected = np.asarray(logits_of(params, config))
     padded, padded_config = pad_heads(params, config, 24, 8)
@@ -114,6 +115,8 @@ def check_sharded_logits() -> None:
         sharded = shard_params(padded, tensor_mesh(size), TENSOR_PARALLEL, config=padded_config)
         qkv = sharded["layers"][0]["qkv"]
         assert qkv.sharding.shard_shape(qkv.shape) == (64, 8 // size, 5, 16)
+        down = sharded["layers"][1]["expert_down"]
+        assert down.sharding.shard_shape(down.shape) == (4, 48 // size, 64)
         np.testing.assert_allclose(logits_of(sharded, padded_config), expected, atol=2e-5)
 
 

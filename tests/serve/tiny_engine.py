@@ -27,19 +27,27 @@ from serve.scheduler import Limits
 CONFIG = tiny_config(num_layers=2)
 WINDOWED = CONFIG.replace(sliding_window=40, sliding_layers=(0,))  # of the same weights
 PARAMS = random_params(CONFIG, 0)
+EXPERTS = CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,))
+EXPERT_PARAMS = random_params(EXPERTS, 0)
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
 BUCKETS = Buckets(mixed_chunks=(16,), largest_chunk=48, batches=(RUNNING,), prompt_logprobs=32)
 BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 
 
+def params_of(config: ModelConfig) -> Any:
+    """The weights of one of the models here."""
+    return EXPERT_PARAMS if config.num_experts else PARAMS
+
+
 @cache
 def tiny_runner(kind: str) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model.
 
-    "window": all of layer 1, and of layer 0 what its sliding window of 40 tokens shows.
+    "window": all of layer 1, and of layer 0 what its sliding window of 40 tokens shows. "experts": as "full", of a model
+    whose layer 1 is a mixture of experts.
     """
-    config = WINDOWED if kind == "window" else CONFIG
+    config = {"window": WINDOWED, "experts": EXPERTS}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
     if kind == "ragged":
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
@@ -48,7 +56,7 @@ def tiny_runner(kind: str) -> Runner:
         sliding=tj.SlidingLayers.of(config, MAX_TAIL),
     )  # fmt: skip
     return Runner(
-        PARAMS,
+        params_of(config),
         config,
         plan,
         tj.get_scorer(ServeConfig().scorer),
@@ -212,7 +220,7 @@ def tiny_engine(
 @partial(jax.jit, static_argnums=0)
 def _dense(config: ModelConfig, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(LENGTH)
-    return forward(PARAMS, config, tokens, positions, dense_attend(positions, config=config), ())[0]
+    return forward(params_of(config), config, tokens, positions, dense_attend(positions, config=config), ())[0]
 
 
 def dense_logits(tokens: list[int], config: ModelConfig = CONFIG) -> np.ndarray:

@@ -1,0 +1,89 @@
+"""The MLP of a mixture of experts: every token goes through the few experts that a router chooses for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import expert_products as ep
+from pallas_kernels.support import check_one_device
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+
+log = logging.getLogger("tangram")
+
+
+def likeliest(logits: Float[Array, "T X"], count: int) -> Int[Array, "T k"]:
+    """The `count` experts of each token with the largest logits, the largest first, ties to the lower number."""
+    number = lax.iota(jnp.int32, logits.shape[1])
+    # By comparisons instead of `lax.top_k`, which sorts: one kernel on a GPU.
+    mine, others = logits[:, :, None], logits[:, None, :]
+    ahead = (others > mine) | ((others == mine) & (number < number[:, None]))
+    rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
+    chosen = rank[:, None] == lax.iota(jnp.int32, count)[:, None]  # [T, k, X]
+    return jnp.sum(jnp.where(chosen, number, 0), axis=2, dtype=jnp.int32)
+
+
+def expert_weights(
+    logits: Float[Array, "T X"], experts: Int[Array, "T k"], normalize: bool
+) -> list[Float[Array, "T 1"]]:
+    """Probability of each token's j-th expert, as from `likeliest`, among all, or with `normalize` among the chosen."""
+    chosen = [jnp.take_along_axis(logits, experts[:, j : j + 1], axis=1) for j in range(experts.shape[1])]
+    if not normalize:
+        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        return [jnp.exp(x - total) for x in chosen]
+    weights = [jnp.exp(x - chosen[0]) for x in chosen]
+    total = sum(weights[1:], weights[0])
+    return [x / total for x in weights]
+
+
+def expert_mlp(
+    layer_params: Mapping[str, Array], x: Float[Array, "T E"], config: ModelConfig
+) -> Float[Array, "T E"]:
+    """What the chosen experts make of each token, weighted and added up; in the dtype of x.
+
+    On a Hopper GPU a kernel multiplies, elsewhere XLA operations, expert by expert.
+    """
+    num_experts, count = config.num_experts, config.experts_per_token
+    with jax.named_scope("route"):
+        logits = jnp.matmul(x, layer_params["router"], preferred_element_type=jnp.float32)
+        experts = likeliest(logits, count)
+    gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"][:, :, None]
+    rows = x.shape[0] * count
+    tuning = ep.tuning_for(rows, num_experts)
+    kernel = _has_kernel(x, gate_up, down)
+    # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
+    block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
+    with jax.named_scope("plan_experts"):
+        plan = ep.plan_experts(experts, num_experts, block)
+        h = x[plan.token]
+    with jax.named_scope("experts"):
+        for matrices in (gate_up, down):
+            if kernel:
+                h = ep.expert_products(h, matrices, plan, tuning=tuning)
+            else:
+                h = ep.expert_products_reference(h, matrices, plan)
+    with jax.named_scope("add_experts"):
+        weights = expert_weights(logits, experts, config.normalize_experts)
+        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
+        parts = [h[plan.position[:, j]].astype(jnp.float32) * weight for j, weight in enumerate(weights)]
+        return sum(parts[1:], parts[0]).astype(x.dtype)
+
+
+def _has_kernel(x: Array, *matrices: Array) -> bool:
+    try:
+        for weights in matrices:
+            check_one_device(weights)
+            ep.check_supported(x.dtype, weights.dtype, weights.shape)
+    except NotImplementedError as reason:
+        if jax.default_backend() == "gpu":
+            log.warning("Experts are multiplied one after another, many times slower: %s", reason)
+        return False
+    return True

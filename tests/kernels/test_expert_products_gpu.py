@@ -1,0 +1,52 @@
+"""Products with the weights of experts on a Hopper GPU, against float64 NumPy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.experts import expert_mlp
+from models.testing import tiny_config
+from pallas_kernels import expert_products as ep
+from pallas_kernels.expert_products.tuning import FEW, MANY
+from tests.kernels.expert_cases import make_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tuning", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 8, 16, 512, 256), {}),
+        ((33, 8, 128, 256, 64), {"dtype": jnp.float16}),
+        ((700, 4, 32, 192, 320), {}),
+        ((500, 2, 60, 128, 128), {"busy": 2}),
+        ((64, 1, 64, 128, 576), {}),
+    ],
+    ids=str,
+)
+def test_products(tuning, sizes, options):
+    dtype = options.pop("dtype", jnp.bfloat16)
+    case = make_case(*sizes, dtype=dtype, **options)
+    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    h = ep.expert_products(case.x[plan.token], case.gate_up, plan, tuning=tuning)
+    out = ep.expert_products(h, case.down, plan, tuning=tuning)
+    assert relative_error(out[plan.position], case.expected()) < (2e-3 if dtype == jnp.float16 else 1.5e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1000])
+def test_mlp(tokens):
+    """The whole MLP, by the kernel and expert by expert."""
+    config = tiny_config(hidden_size=128, num_experts=12, experts_per_token=3, expert_size=64)
+    case = make_case(tokens, 3, 12, 128, 64, dtype=jnp.bfloat16)
+    params = {
+        "router": jax.random.normal(jax.random.key(0), (128, 12), jnp.bfloat16),
+        "expert_gate_up": case.gate_up,
+        "expert_down": case.down[:, :, 0],
+    }
+    mlp = jax.jit(expert_mlp, static_argnames="config")
+    assert "expert_products" in str(mlp.trace(params, case.x, config=config).jaxpr)
+    got = mlp(params, case.x, config=config)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, case.x))
+    want = mlp(*wide, config=config)
+    assert relative_error(got.astype(jnp.float32), want) < 2e-2

@@ -1,0 +1,107 @@
+"""Routing and the MLP of a mixture of experts, and what configurations say of it."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.config import UnsupportedModelError, config_from_huggingface
+from models.experts import expert_mlp, expert_weights, likeliest
+from models.params import init_params, num_parameters
+from models.testing import tiny_config
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing(normalize):
+    logits = np.random.default_rng(0).standard_normal((50, 17)).astype(np.float32) * 30
+    experts = likeliest(jnp.asarray(logits), 4)
+    np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1)[:, :4])
+    weights = np.concatenate(expert_weights(jnp.asarray(logits), experts, normalize), axis=1)
+    exact = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    exact = np.take_along_axis(exact / exact.sum(1, keepdims=True), np.asarray(experts), axis=1)
+    if normalize:
+        exact /= exact.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, exact, rtol=1e-4, atol=1e-7)
+
+
+def test_equal_logits_go_to_the_first_experts():
+    np.testing.assert_array_equal(likeliest(jnp.zeros((2, 6)), 3), [[0, 1, 2]] * 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_mlp_is_the_weighted_sum_of_the_chosen(tokens):
+    config = tiny_config(num_experts=6, experts_per_token=2, expert_size=48)
+    layer = init_params(config, jax.random.key(1))["layers"][0]
+    x = np.random.default_rng(2).standard_normal((tokens, 64)).astype(np.float32)
+    got = expert_mlp(layer, jnp.asarray(x), config)
+    router, gate_up, down = (
+        np.asarray(layer[name], np.float64) for name in ("router", "expert_gate_up", "expert_down")
+    )
+    want = np.zeros((tokens, 64))
+    for t, row in enumerate(x.astype(np.float64)):
+        logits = row @ router
+        chosen = np.argsort(-logits)[:2]
+        weights = np.exp(logits[chosen] - logits[chosen].max())
+        for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
+            gate, up = row @ gate_up[expert, :, 0], row @ gate_up[expert, :, 1]
+            want[t] += weight * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_layers_without_experts_have_an_mlp():
+    config = tiny_config(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(1, 2))
+    layers = init_params(config, jax.random.key(0))["layers"]
+    assert ["router" in layer for layer in layers] == [True, False, False, True]
+    assert ["gate_up" in layer for layer in layers] == [False, True, True, False]
+    dense = num_parameters(tiny_config())
+    assert num_parameters(config) - dense == 2 * (64 * 6 + (6 * 48 - 128) * 64 * 3)
+
+
+def config_of(name, **changes):
+    fields = json.loads((GOLDEN / name / "config.json").read_text())
+    return config_from_huggingface(fields | changes, "x")
+
+
+def test_fields_of_qwen():
+    config = config_of("tiny_qwen3_moe")
+    assert (config.num_experts, config.experts_per_token, config.expert_size) == (8, 3, 24)
+    assert config.dense_layers == (1,) and not config.normalize_experts and config.qk_norm
+    assert config_of("tiny_qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2).dense_layers == (0, 2)
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 10, "num_hidden_layers": 2}
+    fields |= {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    published = config_from_huggingface(fields, "x")  # what transformers takes where the file says nothing
+    assert (published.num_experts, published.experts_per_token, published.expert_size) == (128, 8, 768)
+    assert published.num_kv_heads == 4 and published.dense_layers == ()
+
+
+def test_fields_of_mixtral():
+    config = config_of("tiny_mixtral")
+    assert (config.num_experts, config.experts_per_token, config.expert_size) == (4, 2, 48)
+    assert config.normalize_experts and not config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+        ({"num_experts_per_tok": 9}, "expected 1 to 8 experts a token"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers='1'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32 in every layer"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_of("tiny_qwen3_moe", **changes)
+
+
+def test_experts_with_gelu_are_refused():
+    with pytest.raises(ValueError, match="experts whose gate is GELU"):
+        tiny_config(num_experts=2, experts_per_token=1, expert_size=8, gelu=True)
