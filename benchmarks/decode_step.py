@@ -2,10 +2,11 @@
 
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
-  python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b
+  python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
-roof is a large reduction measured in the same run. The pool is donated and never copied: its temporary memory is printed.
+roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
+were all experts alike. The pool is donated and never copied: its temporary memory is printed.
 Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clustered by layer.
 """
 
@@ -71,7 +72,24 @@ GEMMA_3_12B = ModelConfig(
     sliding_rope_theta=10_000.0,
     **gemma3_fields(hidden_size=3840, query_scale=256**-0.5),
 )
-SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B, GEMMA_3_12B)}
+QWEN3_30B_A3B = ModelConfig(
+    name="qwen3-30b-a3b",
+    vocab_size=151_936,
+    num_layers=48,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    max_positions=262_144,
+    rope_theta=10_000_000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    expert_size=768,
+)
+SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B, GEMMA_3_12B, QWEN3_30B_A3B)}
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
@@ -152,6 +170,7 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes
+    weights -= unreached_bytes(params, config, batch)
     entries = plan.entries(tokens)
     if sliding:
         entries += sliding.count * config.num_kv_heads * min(tokens, sliding.window - 1)
@@ -169,6 +188,17 @@ def measure(
         "temp_gib": round(program.memory_analysis().temp_size_in_bytes / 2**30, 2),
         "compile_s": round(compiled, 1),
     }
+
+
+def unreached_bytes(params: Any, config: ModelConfig, tokens: int) -> int:
+    """Weights of the experts that none of `tokens` tokens goes through, on average over even routing."""
+    if not config.num_experts:
+        return 0
+    unreached = (1 - config.experts_per_token / config.num_experts) ** tokens
+    names = ("expert_gate_up", "expert_down")
+    return int(
+        unreached * sum(layer[name].nbytes for layer in params["layers"] for name in names if name in layer)
+    )
 
 
 def print_profile(

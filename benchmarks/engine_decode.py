@@ -45,6 +45,7 @@ SMALL = ModelConfig(
     rope_theta=100_000.0,
 )
 SHAPES = {"llama-8b": decode_step.LLAMA_8B, "gemma-12b": decode_step.GEMMA_3_12B, "small": SMALL}
+SHAPES["qwen3-30b-a3b"] = decode_step.QWEN3_30B_A3B
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {"temperature": 1.0},
