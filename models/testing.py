@@ -76,21 +76,26 @@ def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLik
     return params
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """Byte-level: ids 0..7 are special tokens (0 <|endoftext|>, 1 <|im_start|>, 2 <|im_end|>), byte b is id b + 8."""
+def tiny_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS, chat_template: str | dict[str, str] = TINY_CHAT_TEMPLATE
+) -> Tokenizer:
+    """Byte-level: ids 0..7 are special tokens (0 <|endoftext|>, 1 <|im_start|>, 2 <|im_end|>), byte b is id b + 8.
+
+    Other `special_tokens` must be eight, of which the first three are these.
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
     from models.tokenizer import BYTE_TO_CHAR, Tokenizer
 
-    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
-    vocab |= {BYTE_TO_CHAR[b]: b + len(SPECIAL_TOKENS) for b in range(256)}
+    vocab = {token: i for i, token in enumerate(special_tokens)}
+    vocab |= {BYTE_TO_CHAR[b]: b + len(special_tokens) for b in range(256)}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -100,7 +105,7 @@ def tiny_tokenizer() -> Tokenizer:
         pad_token="<|im_end|>",
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = TINY_CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return Tokenizer(fast)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -72,6 +72,13 @@ class Tokenizer:
         """Whether `apply_chat_template` works."""
         return bool(self._fast.chat_template)
 
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        """The text of the template; of several the one that transformers takes for conversations with or without tools."""
+        given = self._fast.chat_template
+        if not isinstance(given, dict):
+            return given
+        return given.get("tool_use" if with_tools and "tool_use" in given else "default")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -88,9 +95,9 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join([detokenizer.add(i) for i in ids]) + detokenizer.flush()
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one stream."""
-        return Detokenizer(self, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one stream; the special tokens `keep` are never skipped."""
+        return Detokenizer(self, skip_special_tokens, keep)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an id outside the vocabulary."""
@@ -169,9 +176,13 @@ class Detokenizer:
 
     __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, keep: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if keep:
+            self._skip = self._skip.difference(keep)
         self._strip = tokenizer._strip_leading_space
         self._utf8 = _new_utf8_decoder()
 

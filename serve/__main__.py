@@ -64,6 +64,7 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
         sampling_defaults=built.sampling_defaults,
         max_choices=config.max_choices,
         max_body_bytes=config.max_body_bytes,
+        tool_call_parser=config.tool_call_parser,
         on_shutdown=engine.stop,
     )
     server = make_server(

@@ -34,6 +34,7 @@ from serve.protocol import (
 )
 from serve.request import EngineProtocol
 from serve.text import TextTokenizer
+from serve.tool_prompt import ToolSupport
 
 OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
 _PAGE = Path(__file__).parent / "page.html"
@@ -50,6 +51,7 @@ def create_app(
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     max_choices: int = 128,
     max_body_bytes: int = 8 * 2**20,
+    tool_call_parser: str = "auto",
     on_shutdown: Callable[[], None] | None = None,
 ) -> FastAPI:
     """The application for one engine.
@@ -63,6 +65,7 @@ def create_app(
       sampling_defaults: of fields that a request leaves out, e.g. {"temperature": 0.6}.
       max_choices: prompts times `n` of one request.
       max_body_bytes: larger bodies get a 413.
+      tool_call_parser: how the model writes calls of tools, one of `serve.tool_formats.PARSERS`.
       on_shutdown: called once when the server stops, when no request is left in the engine.
     """
     if not served_model_names:
@@ -77,6 +80,7 @@ def create_app(
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
         grammars=GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
+        tools=ToolSupport.of(tokenizer, tool_call_parser),
     )
 
     @contextlib.asynccontextmanager
@@ -193,7 +197,7 @@ def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     tokenizer = serving.tokenizer
 
     def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> dict[str, Any]:
-        text = body.prompt if isinstance(body, TokenizePromptRequest) else chat_text(tokenizer, body)
+        text = body.prompt if isinstance(body, TokenizePromptRequest) else chat_text(serving.tools, body)
         ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         names = TokenNames(tokenizer, as_ids=False)
         return {

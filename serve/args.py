@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from models.overrides import parse_overrides
+from serve.tool_formats import PARSERS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Cluster = Literal["layer", "model", "adjacent"]
@@ -70,6 +71,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call the API
     max_choices: int = 128
+    tool_call_parser: str = "auto"  # how the model writes calls of tools
     max_body_bytes: int = 8 * 2**20
     shutdown_timeout: int = 15  # seconds
     log_level: str = "info"
@@ -121,6 +123,7 @@ class ServeConfig:
             ("--scorer", self.scorer, SCORERS),
             ("--generation-config", self.generation_config, GENERATION_CONFIGS),
             ("--log-level", self.log_level, LOG_LEVELS),
+            ("--tool-call-parser", self.tool_call_parser, PARSERS),
         )
         return [
             f"{flag} is '{value}': write one of {', '.join(known)}"
@@ -302,6 +305,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     http.add_argument(
         "--max-choices", type=int, metavar="N", help="prompts times n of one request (default 128)"
+    )
+    http.add_argument(
+        "--tool-call-parser",
+        help=f"how the model writes calls of tools: {', '.join(PARSERS)} (default auto: as its chat template says)",
     )
     http.add_argument(
         "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="of a request (default 8MiB)"

@@ -10,6 +10,7 @@ from serve.choice import Delta, TokenLogprob
 from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
 from serve.prompts import Prompt, chat_prompt, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
+from serve.tool_calls import Arguments, CallStart, Content, Part, merged
 
 
 class ChatFormat:
@@ -24,9 +25,21 @@ class ChatFormat:
         self._logprobs = request.logprobs
         self._num_top = request.top_logprobs or 0
         self._token_ids = request.return_token_ids
+        self._tools = request.may_call
 
     def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
-        return self._choice(index, delta, "message", {"role": "assistant", "content": delta.text})
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
+        if self._tools:
+            parts = merged(delta.parts)
+            text = "".join(part.text for part in parts if isinstance(part, Content))
+            calls = [_call(part) for part in parts if isinstance(part, CallStart)]
+            for part in parts:
+                if isinstance(part, Arguments):
+                    calls[part.number]["function"]["arguments"] = part.text
+            message["content"] = text if text or not calls else None
+            if calls:
+                message["tool_calls"] = calls
+        return self._choice(index, delta, "message", message)
 
     def opening(self, index: int) -> dict[str, Any]:
         return {
@@ -36,18 +49,24 @@ class ChatFormat:
             "finish_reason": None,
         }
 
-    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(index, delta, "delta", {"content": delta.text} if delta.text else {})
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        if not self._tools:
+            return [self._choice(index, delta, "delta", {"content": delta.text} if delta.text else {})]
+        # A piece of one call in each chunk: not every client looks for more.
+        *before, last = [_piece(part) for part in merged(delta.parts)] or [{}]
+        chunks = [self._choice(index, Delta(), "delta", piece) for piece in before]
+        return [*chunks, self._choice(index, delta, "delta", last)]
 
     def response_extras(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         return {"prompt_token_ids": prompts[0].ids} if self._token_ids else {}
 
     def _choice(self, index: int, delta: Delta, key: str, message: dict[str, Any]) -> dict[str, Any]:
+        called = delta.called and delta.finish_reason == "stop"
         choice: dict[str, Any] = {
             "index": index,
             key: message,
             "logprobs": self._logprob_content(delta.logprobs) if self._logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if called else delta.finish_reason,
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
@@ -78,6 +97,19 @@ class ChatFormat:
         }
 
 
+def _call(start: CallStart) -> dict[str, Any]:
+    return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": ""}}
+
+
+def _piece(part: Part) -> dict[str, Any]:
+    """What a chunk says."""
+    if isinstance(part, Content):
+        return {"content": part.text}
+    if isinstance(part, CallStart):
+        return {"tool_calls": [{"index": part.number, **_call(part)}]}
+    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.text}}]}
+
+
 async def create_chat_completion(serving: Serving, http_request: Request, request: ChatRequest) -> Response:
     """Answer a conversation."""
     timer = serving.metrics.request_timer()
@@ -86,9 +118,9 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     check_num_choices(1, request.n, serving.max_choices)
     prompt = await serving.in_thread(
-        http_request, chat_prompt, serving.tokenizer, request, limit, vocab_size, serving.spellings
+        http_request, chat_prompt, serving.tools, request, limit, vocab_size, serving.spellings
     )
-    grammar = await serving.grammar_of(request)
+    grammar = await serving.grammar_of(serving.tools.grammar(request))
     params = sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)
     form = ChatFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, [prompt], params, form, timer)

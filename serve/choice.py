@@ -1,11 +1,12 @@
 """One choice of one generation: its tokens become text, stop strings are found, log-probabilities are kept in step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
 from serve.text import StopScanner, TextTokenizer, special_texts
+from serve.tool_calls import CallParser, Part
 
 
 @dataclass(slots=True)
@@ -23,10 +24,12 @@ class Delta:
     """What is new about a choice since it was last asked."""
 
     text: str = ""
+    parts: list[Part] = field(default_factory=list)  # where calls are looked for: what the text says
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
+    called: bool = False  # the choice has ended with whole calls
 
 
 class Choice:
@@ -41,15 +44,19 @@ class Choice:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         drop_generated: bool = False,
+        calls: CallParser | None = None,
+        keep: Collection[int] = (),
     ) -> None:
+        """`keep`: special tokens that are text for the reader of `calls`."""
         self._sampling = sampling
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, keep)
         self._tokenizer = tokenizer
         self._shown: list[int] | None = []  # the tokens of the text; None: it has others than it shows
         self._pieces: list[str] = []  # the whole text
         self._scanner = StopScanner(stops, include_stop)
         self._include_stop = include_stop
         self._drop_generated = drop_generated
+        self._calls = calls
         self._delta = Delta()
         self._offset = 0  # characters that came out of the detokenizer, and the echo
         self.num_tokens = 0
@@ -95,13 +102,16 @@ class Choice:
         self._delta.text += "".join(pieces) if text is None else text
 
     def feed(self, output: TokenOutput) -> bool:
-        """Take one output of the engine; True when a stop string ended the choice before the engine did."""
+        """Take one output of the engine; True when the text ended the choice before the engine did."""
         if self.finished:
             return False
         if output.token_id is not None:
             self._add_token(output.token_id, output)
         if self._scanner.matched is not None:
             self._finish("stop", self._scanner.matched)
+            return output.finish_reason is None
+        if self._calls is not None and self._calls.done:  # the only call that was wanted
+            self._finish("stop", None)
             return output.finish_reason is None
         if output.finish_reason is not None:
             self._add_text(self._detokenizer.flush())
@@ -142,10 +152,15 @@ class Choice:
     def _show(self, text: str) -> None:
         self._delta.text += text
         self._pieces.append(text)
+        if self._calls is not None:
+            self._delta.parts += self._calls.push(text)
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self._drop_generated:
             reason, stop_reason = "length", None
+        if self._calls is not None:
+            self._delta.parts += self._calls.finish()
+            self._delta.called = self._calls.called
         self.finish_reason = self._delta.finish_reason = reason
         self._delta.stop_reason = stop_reason
 
@@ -153,9 +168,10 @@ class Choice:
         """What is new, or None when there is nothing to show yet.
 
         Tokens and log-probabilities wait for the next text, so that a chunk never comes without text, except at the
-        end (or with `everything`).
+        end (or with `everything`). So does text that may be the beginning of a call.
         """
-        if not (everything or self._delta.text or self._delta.finish_reason):
+        shown = self._delta.text if self._calls is None else self._delta.parts
+        if not (everything or shown or self._delta.finish_reason):
             return None
         delta, self._delta = self._delta, Delta()
         return delta

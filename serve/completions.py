@@ -25,7 +25,7 @@ class CompletionFormat:
         self._token_ids = request.return_token_ids
 
     def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
-        choice = self.chunk(index, delta)
+        choice = self._choice(index, delta)
         if self._token_ids:
             choice["prompt_token_ids"] = prompt.ids
         return choice
@@ -33,7 +33,10 @@ class CompletionFormat:
     def opening(self, index: int) -> None:
         return None
 
-    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        return [self._choice(index, delta)]
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": delta.text,
@@ -76,7 +79,7 @@ async def create_completion(serving: Serving, http_request: Request, request: Co
     prompts = await serving.in_thread(
         http_request, completion_prompts, serving.tokenizer, request, limit, vocab_size, serving.max_choices
     )
-    grammar = await serving.grammar_of(request)
+    grammar = await serving.grammar_of(request.grammar_spec)
     params = sampling_params(request, prompts, limit, vocab_size, "prompt", grammar)
     form = CompletionFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, prompts, params, form, timer)

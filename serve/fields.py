@@ -22,7 +22,7 @@ def sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "")
         elif name in cls.UNSUPPORTED:
             if value is not None and value not in cls.UNSUPPORTED[name]:
                 raise bad_request(
-                    f"'{param}' is not supported by this server: leave it out.",
+                    f"'{param}' is not supported by this server: {cls.INSTEAD.get(name, 'leave it out')}.",
                     param,
                     "unsupported_parameter",
                 )
@@ -39,6 +39,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    INSTEAD: ClassVar[dict[str, str]] = {}  # what to do in place of an unsupported one
 
     @classmethod
     def parse(cls, body: object, defaults: Mapping[str, Any] = MappingProxyType({})) -> Self:

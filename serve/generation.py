@@ -22,7 +22,9 @@ from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
 from serve.spellings import Spellings
 from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
+from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
+from serve.tool_prompt import ToolSupport
 
 _LARGE_BODY = 2**18  # bytes; more text may take a thread for seconds
 
@@ -58,6 +60,7 @@ class Serving:
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
     grammars: GrammarCache
+    tools: ToolSupport
     hub: OutputHub = field(default_factory=OutputHub)
     spellings: Spellings = field(default_factory=Spellings)
     draining: Draining = field(default_factory=Draining)
@@ -84,9 +87,8 @@ class Serving:
         if not self.engine.ready:
             raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
 
-    async def grammar_of(self, request: SamplingRequest) -> Grammar | None:
-        """What the answer must follow, if the request says so; raises APIError."""
-        spec = request.grammar_spec
+    async def grammar_of(self, spec: GrammarSpec | None) -> Grammar | None:
+        """What an answer of this form must follow, if one is asked for; raises APIError."""
         if spec is None:
             return None
         self.metrics.count_grammar(spec.kind)
@@ -113,8 +115,8 @@ class Format(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """A chunk that comes before the first text of a choice."""
 
-    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        """A part of a choice."""
+    def chunks(self, index: int, delta: Delta) -> Sequence[dict[str, Any]]:
+        """A part of a choice, in one chunk or several."""
 
     def response_extras(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Further fields of a whole response."""
@@ -158,6 +160,7 @@ class Generation:
         timer: RequestTimer,
     ) -> None:
         completion = request if isinstance(request, CompletionRequest) else None
+        chat = request if isinstance(request, ChatRequest) else None
         self._n = request.n
         self._prompts = prompts
         self._echo = completion is not None and completion.echo
@@ -176,13 +179,15 @@ class Generation:
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
                 drop_generated=completion is not None and completion.max_tokens == 0,
+                calls=calls,
+                keep=serving.tools.special.values() if calls else (),
             )
             for p in range(len(prompts))
-            for _ in range(request.n)
+            for calls in (serving.tools.parser(chat) if chat else None for _ in range(request.n))
         ]
-        continues = request.continue_final_message if isinstance(request, ChatRequest) else not self._echo
+        continues = chat.continue_final_message if chat else not self._echo
         # A grammar sees the first token's leading space, so that it belongs to the text.
-        if continues or (request.grammar_spec and not self._echo):
+        if continues or (params[0].grammar and not self._echo):
             for index, choice in enumerate(self.choices):
                 choice.continue_text(self.prompt_of(index).ids)
         requests = [
@@ -196,7 +201,7 @@ class Generation:
         ]
         self._submission = Submission(serving.engine, serving.hub, requests)
         self._draining = serving.draining
-        plain = isinstance(request, ChatRequest) and not request.add_special_tokens
+        plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None
 
     def submit(self) -> None:
@@ -344,7 +349,8 @@ async def _events(
                         yield event(opening)
                 delta = generation.choices[index].take()
                 if delta is not None:
-                    yield event(form.chunk(index, delta))
+                    for chunk in form.chunks(index, delta):
+                        yield event(chunk)
         if final_usage:
             yield sse({**head, "choices": [], "usage": generation.usage()})
     except APIError as error:

@@ -10,6 +10,7 @@ from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingR
 from serve.request import SamplingParams
 from serve.spellings import Spellings
 from serve.text import TextTokenizer
+from serve.tool_prompt import ToolSupport
 
 _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is counted in slices first
 _SLICE = 32768  # characters
@@ -98,7 +99,7 @@ def _kept(truncate: int | None, limit: int, wanted: int | None) -> int | None:
     return max(1, limit - max(1, wanted or 1)) if truncate == -1 else truncate
 
 
-def chat_text(tokenizer: TextTokenizer, fields: ChatFields) -> str:
+def chat_text(tools: ToolSupport, fields: ChatFields) -> str:
     """The conversation in the model's own format."""
     reserved = sorted(_TEMPLATE_RESERVED & fields.chat_template_kwargs.keys())
     if reserved:
@@ -106,18 +107,20 @@ def chat_text(tokenizer: TextTokenizer, fields: ChatFields) -> str:
     options = dict(fields.chat_template_kwargs)
     if fields.continue_final_message:
         options["continue_final_message"] = True
-    messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+    messages, described = tools.conversation(fields)
+    if described:
+        options["tools"] = described
     try:
-        return tokenizer.render_chat(messages, fields.add_generation_prompt, **options)
+        return tools.tokenizer.render_chat(messages, fields.add_generation_prompt, **options)
     except ValueError as error:  # no template, or the template refuses this order of roles
         raise bad_request(str(error)[:500], "messages") from None
 
 
 def chat_prompt(
-    tokenizer: TextTokenizer, request: ChatRequest, limit: int, vocab_size: int, spellings: Spellings
+    tools: ToolSupport, request: ChatRequest, limit: int, vocab_size: int, spellings: Spellings
 ) -> Prompt:
     """The prompt of a chat completion: its first turns in the tokens in which this server read and wrote them."""
-    text = chat_text(tokenizer, request)
+    tokenizer, text = tools.tokenizer, chat_text(tools, request)
     if request.truncate_prompt_tokens is None and not request.add_special_tokens:
         ids = _as_spelled(tokenizer, text, limit - (request.token_limit or 1), spellings)
         if ids:

@@ -6,26 +6,21 @@ that names it, because a misspelt `max_token` would otherwise be lost in silence
 """
 
 import re
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import (
-    BeforeValidator,
-    FailFast,
-    Field,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve.fields import RequestModel, sort_fields
+from serve.errors import bad_request
+from serve.fields import RequestModel
+from serve.messages import Messages
 from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
+from serve.tools import ToolFields
 from tangram_jax.sampling import MAX_BIASES
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
-MAX_MESSAGES = 4096
 MAX_LOGIT_BIAS = 100.0
 INT64 = 2**63
 
@@ -42,10 +37,7 @@ _PLATFORM_FIELDS = frozenset(
         "prompt_cache_options",
     ]
 )
-_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(
-    ["parallel_tool_calls", "prediction", "reasoning_effort", "verbosity", "moderation"]
-)
-_MESSAGE_NO_EFFECT = frozenset(["annotations", "reasoning", "reasoning_content", "id"])
+_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(["prediction", "reasoning_effort", "verbosity", "moderation"])
 
 # Field -> the values that mean "off" and are therefore fine.
 _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
@@ -67,8 +59,6 @@ _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 _CHAT_OFF = _EXTENSIONS_OFF | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -82,13 +72,7 @@ _CHAT_OFF = _EXTENSIONS_OFF | {
     "mm_processor_kwargs": ({},),
 }
 _COMPLETION_OFF = _EXTENSIONS_OFF | {"suffix": ("",)}
-_MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "audio": (),
-    "refusal": (),
-}
+_CHAT_INSTEAD = {"functions": "use 'tools'", "function_call": "use 'tool_choice'"}
 
 
 class StreamOptions(RequestModel):
@@ -184,64 +168,7 @@ class SamplingRequest(RequestModel):
         return self._grammar_spec
 
 
-class Message(RequestModel):
-    """One turn of a conversation; `content` is text once parsed."""
-
-    NO_EFFECT = _MESSAGE_NO_EFFECT
-    UNSUPPORTED = _MESSAGE_OFF
-
-    role: str
-    content: str
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, message: object) -> object:
-        if not isinstance(message, dict):
-            raise PydanticCustomError("message", "a message must be an object with 'role' and 'content'")
-        fields = sort_fields(cls, message, "messages[].")
-        if fields.get("role") == "assistant" and "content" in message:
-            fields.setdefault("content", "")  # null: an empty answer, as OpenAI's clients send it back
-        return fields
-
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, role: str) -> str:
-        if role in ("tool", "function"):
-            raise PydanticCustomError("role", "messages of tools are not supported by this server")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise PydanticCustomError("role", "the role must be 'system', 'developer', 'user' or 'assistant'")
-        return "system" if role == "developer" else role
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, content: object) -> object:
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if not isinstance(part, dict) or not isinstance(kind, str):
-                raise PydanticCustomError("part", 'a content part must be {"type": "text", "text": ...}')
-            if kind != "text":
-                raise PydanticCustomError("part", f"parts of type '{kind[:40]}' are not supported: text only")
-            if not isinstance(part.get("text"), str):
-                raise PydanticCustomError("part", "a text part needs a string 'text'")
-            texts.append(part["text"])
-        return "\n".join(texts)
-
-
-def _few_enough(messages: object) -> object:
-    # Before the items are looked at: validating a million of them would hold up every stream.
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise PydanticCustomError("messages", f"at most {MAX_MESSAGES} messages are possible")
-    return messages
-
-
-Messages = Annotated[list[Message], FailFast(), Field(min_length=1), BeforeValidator(_few_enough)]
-
-
-class ChatFields(RequestModel):
+class ChatFields(ToolFields):
     """How a conversation becomes a prompt."""
 
     messages: Messages
@@ -261,6 +188,8 @@ class ChatFields(RequestModel):
                 raise PydanticCustomError(
                     "final", "set 'add_generation_prompt' to false with 'continue_final_message'"
                 )
+            if self.messages[-1].tool_calls:  # they come after its text
+                raise PydanticCustomError("final", "a message with 'tool_calls' cannot be continued")
             self.add_generation_prompt = False
         return self
 
@@ -270,6 +199,7 @@ class ChatRequest(SamplingRequest, ChatFields):
 
     NO_EFFECT = _CHAT_NO_EFFECT
     UNSUPPORTED = _CHAT_OFF
+    INSTEAD = _CHAT_INSTEAD
 
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -280,6 +210,22 @@ class ChatRequest(SamplingRequest, ChatFields):
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("logprobs", "'top_logprobs' needs 'logprobs': true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        spec = self.grammar_spec
+        if spec is None or not self.may_call:
+            return self
+        # Where calls may come, the answer is one thing or the other: nobody knows which when its grammar is made. A grammar
+        # of the client's own cannot be put into another one, as their rules may have the same names.
+        if self.demanded or spec.kind == "grammar":
+            raise bad_request(
+                f"'{spec.param}' cannot be used together with "
+                + ("a 'tool_choice' that demands calls." if self.demanded else "'tools'."),
+                spec.param,
+                "invalid_value",
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from serve.errors import APIError, bad_request
 from serve.fields import RequestModel, sort_fields
 
-Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+Kind = Literal["json", "regex", "choice", "grammar", "json_object", "tools"]
 MAX_GRAMMAR = 2**17  # characters of a schema, of all choices, of a grammar
 MAX_REGEX = 4096  # characters
 MAX_SPACE = 40  # spaces and line breaks between two parts of JSON: a model must not go on with them for ever
@@ -28,7 +28,7 @@ class GrammarSpec(NamedTuple):
     """What an answer must look like; `param` is the field of the request that says so."""
 
     kind: Kind
-    text: str  # as the client wrote it; of JSON and choices as JSON
+    text: str  # as the client wrote it; of JSON and choices as JSON, of tools the grammar
     param: str
 
     @property
@@ -40,7 +40,7 @@ class GrammarSpec(NamedTuple):
             return "start: CHOICE\nCHOICE: " + " | ".join(
                 json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text)
             )
-        if self.kind == "grammar":
+        if self.kind in ("grammar", "tools"):
             return self.text
         options = {"whitespace_flexible": True, "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_SPACE}}}"}
         schema = json.loads(self.text)
@@ -50,18 +50,38 @@ class GrammarSpec(NamedTuple):
 
     def error(self, fault: str) -> APIError:
         """The 400 that says what is wrong, and where if that can be said."""
-        if self.kind != "grammar":  # its lines and columns are those of what was made of it
-            fault = re.sub(r"^line \d+, column \d+: (failed to compile JSON schema: )?", "", fault)
+        if self.kind == "grammar":
+            return _refused(self.param, fault)
+        # Its lines and columns are those of what was made of it.
+        where = re.match(r"line (\d+), column \d+: (failed to compile JSON schema: )?", fault)
+        fault = fault[where.end() :] if where else fault
         if self.kind == "json":
-            for name in re.findall(r'"([^"]+)"', fault):
-                if (place := _place_of(name, json.loads(self.text))) is not None:
-                    fault += f" (at '#{place}')"
-                    break
+            fault += _at(fault, json.loads(self.text))
+        if self.kind == "tools" and where:
+            return _fault_of_part(self.text, int(where[1]), fault) or _refused(self.param, fault)
         return _refused(self.param, fault)
 
 
 def _refused(param: str, fault: str) -> APIError:
     return bad_request(f"Invalid value for '{param}': {fault.rstrip('.')}.", param, "invalid_value")
+
+
+def _fault_of_part(lark: str, line: int, fault: str) -> APIError | None:
+    """The error of a line (from 1) of a grammar of tools; `serve.tool_formats` has written where it is from above it."""
+    above, written = lark.split("\n")[line - 2 : line] if line > 1 else ("", "")
+    if (where := re.fullmatch(r"// (\S+)(?: (\S+))?", above)) is None:
+        return None
+    if schema := re.match(r"\w+: %json (.*)", written):
+        fault += _at(fault, json.loads(schema[1]))
+    return _refused(where[1], f"the parameters of '{where[2]}': {fault}" if where[2] else fault)
+
+
+def _at(fault: str, schema: Any) -> str:
+    """Where in a schema the first thing is that an error names."""
+    for name in re.findall(r'"([^"]+)"', fault):
+        if (place := _place_of(name, schema)) is not None:
+            return f" (at '#{place}')"
+    return ""
 
 
 def _place_of(name: str, schema: Any, path: str = "") -> str | None:

@@ -1,7 +1,7 @@
 """Text side of a generation: what the server needs of a tokenizer, and the search for stop strings."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -32,7 +32,11 @@ class TextTokenizer(Protocol):
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
     ) -> str: ...
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> TextDetokenizer: ...
+    def chat_template(self, with_tools: bool = False) -> str | None: ...
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, keep: Collection[int] = ()
+    ) -> TextDetokenizer: ...
 
 
 @functools.lru_cache(maxsize=4)

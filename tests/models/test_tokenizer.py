@@ -58,6 +58,13 @@ def test_streaming_holds_back_incomplete_characters():
     assert detokenizer.flush() == "\ufffd"
 
 
+def test_special_tokens_that_are_kept():
+    ids = TOKENIZER.encode("<|im_start|>a<|im_end|>")
+    detokenizer = TOKENIZER.detokenizer(keep=[2])
+    assert [detokenizer.add(i) for i in ids] == ["", "a", "<|im_end|>"]
+    assert TOKENIZER.decode(ids) == "a"
+
+
 def test_an_invalid_byte_is_replaced_as_soon_as_it_is_known_to_be_invalid():
     detokenizer = TOKENIZER.detokenizer()
     assert detokenizer.add(0xC3 + 8) == ""
@@ -78,6 +85,19 @@ def test_chat_template():
     ids = TOKENIZER.apply_chat_template(messages)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text + "<|im_start|>assistant\n"
     assert ids[0] == 1
+
+
+def test_the_template_for_tools():
+    assert TOKENIZER.chat_template(with_tools=True) == TOKENIZER.chat_template()
+    several = tiny_tokenizer(chat_template={"default": "{{ 1 }}", "tool_use": "{{ tools[0].name }}"})
+    assert (several.chat_template(), several.chat_template(with_tools=True)) == (
+        "{{ 1 }}",
+        "{{ tools[0].name }}",
+    )
+    message = {"role": "user", "content": "x"}
+    assert several.render_chat([message]) == "1"
+    assert several.render_chat([message], tools=[{"name": "f"}]) == "f"
+    assert tiny_tokenizer(chat_template={"default": "{{ 1 }}"}).chat_template(with_tools=True) == "{{ 1 }}"
 
 
 def test_chat_template_errors():

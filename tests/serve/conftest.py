@@ -1,12 +1,15 @@
 """The server under test, started once and reset for every test; and an engine with a tiny model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
 from tests.serve.fake_engine import Script
 from tests.serve.http_server import Served, ids, serving, wait_until
 from tests.serve.tiny_engine import TinyEngine, tiny_engine
+from tests.serve.tool_templates import tool_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -15,17 +18,43 @@ def _shared() -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def served(_shared: Served) -> Iterator[Served]:
-    """The shared server with a fresh script; no generation may be left running after the test."""
-    engine = _shared.engine
+def _fresh(served: Served) -> Served:
+    engine = served.engine
     engine.script, engine.scripts = Script(ids("hello")), {}
     engine.reject, engine.ready = None, True
     engine.wait_for_choice = {}
     engine.requests.clear()
     engine.aborted.clear()
-    yield _shared
-    wait_until(lambda: engine.live == 0)
+    return served
+
+
+@pytest.fixture
+def served(_shared: Served) -> Iterator[Served]:
+    """The shared server with a fresh script; no generation may be left running after the test."""
+    yield _fresh(_shared)
+    wait_until(lambda: _shared.engine.live == 0)
+
+
+@pytest.fixture(scope="session")
+def _tool_servers() -> Iterator[Callable[[str], Served]]:
+    with ExitStack() as stack:
+        yield cache(
+            lambda name: stack.enter_context(serving(tokenizer=tool_tokenizer(name), max_model_len=4096))
+        )
+
+
+@pytest.fixture
+def server_of(_tool_servers: Callable[[str], Served]) -> Iterator[Callable[[str], Served]]:
+    """Servers by the names of their chat templates in `tool_templates`, as fresh as `served`."""
+    used: list[Served] = []
+
+    def get(name: str) -> Served:
+        used.append(_fresh(_tool_servers(name)))
+        return used[-1]
+
+    yield get
+    for server in used:
+        wait_until(lambda server=server: server.engine.live == 0)
 
 
 @pytest.fixture

@@ -51,10 +51,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(names: Sequence[str] = ("tiny",), **options: Any) -> Iterator[Served]:
+def serving(
+    names: Sequence[str] = ("tiny",), *, tokenizer: Any = TOKENIZER, max_model_len: int = 512, **options: Any
+) -> Iterator[Served]:
     """Start a server on a free port, stop it at the end."""
-    engine = FakeEngine(Script(ids("hello"), finish="length"))
-    app = create_app(engine, TOKENIZER, names, **options)
+    engine = FakeEngine(Script(ids("hello"), finish="length"), max_model_len)
+    app = create_app(engine, tokenizer, names, **options)
     server = make_server(app, host="127.0.0.1", port=0, log_level="warning", shutdown_timeout=1)
     thread = threading.Thread(target=server.run, daemon=True, name="uvicorn")
     thread.start()

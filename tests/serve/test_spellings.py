@@ -8,8 +8,10 @@ from serve import spellings
 from serve.prompts import chat_prompt
 from serve.protocol import ChatRequest
 from serve.spellings import Spellings
+from serve.tool_prompt import ToolSupport
 from tests.serve.http_server import EOS, TOKENIZER, ids
 
+TOOLS = ToolSupport.of(TOKENIZER)
 HELLO = {"role": "user", "content": "Hi"}
 OPENING = TOKENIZER.render_chat([HELLO])
 OPENING_IDS = TOKENIZER.encode(OPENING, add_special_tokens=False)
@@ -54,39 +56,39 @@ def test_a_second_turn_begins_with_the_tokens_of_the_first():
     known = Spellings()
     odd = [*OPENING_IDS, 99, 98]  # "answer" in other tokens than the tokenizer's
     known.remember(OPENING + "answer", odd)
-    prompt = chat_prompt(TOKENIZER, conversation("answer"), 512, 264, known)
+    prompt = chat_prompt(TOOLS, conversation("answer"), 512, 264, known)
     plain = TOKENIZER.encode(prompt.text, add_special_tokens=False)
     assert prompt.ids == odd + plain[len(OPENING_IDS) + len("answer") :]
     # Another answer, one that goes on in the middle of a text, and a prompt to be cut are encoded as they are.
     for request in (conversation("answers"), conversation("answer", truncate_prompt_tokens=400)):
-        prompt = chat_prompt(TOKENIZER, request, 512, 264, known)
+        prompt = chat_prompt(TOOLS, request, 512, 264, known)
         text = TOKENIZER.render_chat([m.model_dump(exclude_none=True) for m in request.messages])
         assert prompt.ids == TOKENIZER.encode(text, add_special_tokens=False)
     with pytest.raises(Exception, match="maximum context length"):
-        chat_prompt(TOKENIZER, conversation("answer"), 30, 264, known)
+        chat_prompt(TOOLS, conversation("answer"), 30, 264, known)
 
 
 def test_what_fits_in_the_tokenizers_tokens_is_never_refused():
     known = Spellings()
-    plain = chat_prompt(TOKENIZER, conversation("answer"), 512, 264, known).ids
+    plain = chat_prompt(TOOLS, conversation("answer"), 512, 264, known).ids
     known.remember(OPENING + "answer", [*OPENING_IDS, *[99] * 200])
     limit = len(plain) + 100
-    assert chat_prompt(TOKENIZER, conversation("answer"), limit, 264, known).ids == plain
+    assert chat_prompt(TOOLS, conversation("answer"), limit, 264, known).ids == plain
     known.remember(OPENING + "answer", [*OPENING_IDS, *[99] * 50])
-    assert chat_prompt(TOKENIZER, conversation("answer"), limit, 264, known).ids != plain
-    assert chat_prompt(TOKENIZER, conversation("answer", max_tokens=99), limit, 264, known).ids == plain
+    assert chat_prompt(TOOLS, conversation("answer"), limit, 264, known).ids != plain
+    assert chat_prompt(TOOLS, conversation("answer", max_tokens=99), limit, 264, known).ids == plain
 
 
 def test_a_turn_that_was_finished_by_hand_keeps_the_turns_before():
     known = Spellings()
     first = [*OPENING_IDS, 99, 98]
     known.remember(OPENING + "answer", first)
-    second = chat_prompt(TOKENIZER, conversation("answer"), 512, 264, known)
+    second = chat_prompt(TOOLS, conversation("answer"), 512, 264, known)
     known.remember(second.text + "The sky is", [*second.ids, 97])  # cut by its length
     request = conversation("answer")
     turns = [m.model_dump(exclude_none=True) for m in request.messages]
     turns += [{"role": "assistant", "content": "The sky is blue."}, HELLO]
-    third = chat_prompt(TOKENIZER, ChatRequest.model_validate({"messages": turns}), 512, 264, known)
+    third = chat_prompt(TOOLS, ChatRequest.model_validate({"messages": turns}), 512, 264, known)
     assert third.ids[: len(first)] == first and 97 not in third.ids
 
 

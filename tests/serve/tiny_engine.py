@@ -220,7 +220,8 @@ def tiny_engine(
 @partial(jax.jit, static_argnums=0)
 def _dense(config: ModelConfig, tokens: jax.Array) -> jax.Array:
     positions = jnp.arange(LENGTH)
-    return forward(params_of(config), config, tokens, positions, dense_attend(positions, config=config), ())[0]
+    attend = dense_attend(positions, config=config)
+    return forward(params_of(config), config, tokens, positions, attend, ())[0]
 
 
 def dense_logits(tokens: list[int], config: ModelConfig = CONFIG) -> np.ndarray:

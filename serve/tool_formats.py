@@ -1,0 +1,119 @@
+"""How models write calls of tools: as text, as a grammar, and which of the formats a chat template asks for."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jinja2
+
+from serve.structured import GrammarSpec
+from serve.tool_calls import HERMES_END, HERMES_START, MISTRAL_ARGUMENTS, MISTRAL_START, Style
+
+# A call as json.dumps and the templates write it, so that the next turn has the same text, and with luck the same tokens.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class ToolFormat(NamedTuple):
+    """The texts before, between and after the calls of an answer, their names and their arguments."""
+
+    style: Style
+    first: str
+    opening: str
+    middle: str
+    closing: str
+    separator: str
+    last: str
+    json_names: bool = True
+    several: bool = True  # whether the templates of such models take an answer with more than one call back
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and its arguments as JSON, as a model writes them."""
+        written = [
+            f"{self.opening}{self._name(name)}{self.middle}{text}{self.closing}" for name, text in calls
+        ]
+        return self.first + self.separator.join(written) + self.last
+
+    def lark(
+        self,
+        schemas: Mapping[str, Any],
+        special: Mapping[str, int],
+        *,
+        many: bool,
+        answer: GrammarSpec | None = None,
+    ) -> str:
+        """The grammar of one call, or with `many` of any number of them, of functions whose arguments have these schemas.
+
+        With `answer` (of any kind but "grammar") such an answer will do as well. `special`: ids of markers that are special
+        tokens. What comes from a field of the request stands below the field's name, for `GrammarSpec.error`.
+        """
+
+        def literal(text: str) -> str:
+            parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+            return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in parts if p)
+
+        more = f"({literal(self.separator)} call)*" if many and self.several else ""
+        lines = [
+            "start: calls" + (" | answer" if answer else ""),
+            f"calls: {literal(self.first)} call {more} {literal(self.last)}",
+            "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
+        ]
+        for i, (name, schema) in enumerate(schemas.items()):
+            before, after = literal(self.opening + self._name(name) + self.middle), literal(self.closing)
+            lines += [f"call{i}: {before} arguments{i} {after}", f"// tools {name}"]
+            lines.append(f"arguments{i}: %json {_quoted(schema | {'x-guidance': _LAYOUT})}")
+        if answer:
+            lines += [f"// {answer.param}", answer.lark.replace("start:", "answer:", 1)]
+        return "\n".join(lines)
+
+    def _name(self, name: str) -> str:
+        return _quoted(name) if self.json_names else name
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+_NAMED = '{"name": '
+HERMES = ToolFormat(
+    "hermes", "", f"{HERMES_START}\n{_NAMED}", ', "arguments": ', "}\n" + HERMES_END, "\n", ""
+)
+LLAMA3_JSON = ToolFormat("llama3_json", "", _NAMED, ', "parameters": ', "}", "; ", "", several=False)
+MISTRAL = ToolFormat("mistral", f"{MISTRAL_START} [", _NAMED, ', "arguments": ', "}", ", ", "]")
+MISTRAL_NAMED = ToolFormat("mistral", "", MISTRAL_START, MISTRAL_ARGUMENTS, "", "", "", json_names=False)
+PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+
+
+@lru_cache(maxsize=4)
+def mentions_tools(template: str) -> bool:
+    """Whether a chat template has anything to do with a variable `tools`."""
+    try:
+        return any(
+            kind == "name" and value == "tools" for _, kind, value in jinja2.Environment().lex(template)
+        )
+    except jinja2.TemplateError:
+        return False  # rendering it says what is wrong
+
+
+@lru_cache(maxsize=4)
+def format_of(template: str) -> ToolFormat | None:
+    """The format that a chat template asks its model for, by what only that one has; None: none that is known here."""
+    arguments = re.search(r'"arguments\\?"', template)
+    if MISTRAL_START in template:
+        if MISTRAL_ARGUMENTS in template:
+            return MISTRAL_NAMED
+        return MISTRAL._replace(first=f"{MISTRAL_START}[") if f"{MISTRAL_START}[" in template else MISTRAL
+    if HERMES_START in template and arguments:
+        return HERMES
+    if re.search(r'"parameters\\?"', template) and re.search("ipython|python_tag", template):
+        return LLAMA3_JSON
+    return None
+
+
+def chosen_format(template: str, parser: str) -> ToolFormat | None:
+    """The format that `parser` of PARSERS stands for with this template."""
+    found = format_of(template)
+    if parser == "auto" or (found is not None and found.style == parser):
+        return found
+    return {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}[parser]

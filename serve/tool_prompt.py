@@ -1,0 +1,111 @@
+"""How a conversation with tools becomes the messages of a chat template, and what is expected of the answer.
+
+A template that knows tools gets them as transformers hands them over. For one that does not, or whose format of calls is not
+known here, the tools are described in the system message, and calls and results are written out as text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve.messages import Message
+from serve.protocol import ChatFields, ChatRequest
+from serve.structured import GrammarSpec
+from serve.text import TextTokenizer
+from serve.tool_calls import MARKERS, CallParser
+from serve.tool_formats import HERMES, ToolFormat, chosen_format, mentions_tools
+
+_INSTRUCTION = """You can call functions. Each of these lines describes one, with a JSON schema of its arguments:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as JSON, in exactly this form:
+{example}
+The result will be given to you between <tool_response> and </tool_response>. If no function helps, answer in plain text."""
+_EXAMPLE = [("name-of-the-function", '{"name-of-an-argument": "value"}')]
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """What one model makes of tools."""
+
+    tokenizer: TextTokenizer
+    format: ToolFormat
+    native: bool  # its template with tools writes calls in this format
+    special: Mapping[str, int]  # ids of the format's markers that are special tokens
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer, parser: str = "auto") -> "ToolSupport":
+        """From the chat template, and one of PARSERS."""
+        template = tokenizer.chat_template(with_tools=True) or ""
+        chosen = chosen_format(template, parser)
+        form = chosen or HERMES
+        texts = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
+        special = {marker: texts[marker] for marker in MARKERS[form.style] if marker in texts}
+        return cls(tokenizer, form, chosen is not None and mentions_tools(template), special)
+
+    def parser(self, request: ChatRequest) -> CallParser | None:
+        """What reads the calls out of one answer; None where there can be none.
+
+        It sees what is generated alone: where a message is continued within a call, its rest is text.
+        """
+        if not request.may_call:
+            return None
+        return CallParser(
+            self.format.style,
+            frozenset(tool.function.name for tool in request.tools),
+            hidden=bool(self.special) and request.skip_special_tokens,
+            single=request.single_call,
+        )
+
+    def grammar(self, request: ChatRequest) -> GrammarSpec | None:
+        """The form of the answer: calls where they are demanded; where they may come, they or the form that is asked for."""
+        answer = request.grammar_spec
+        names = request.demanded
+        if not names and answer is not None and request.may_call:
+            names = [tool.function.name for tool in request.tools]
+        if not names:
+            return answer
+        schemas = {t.function.name: t.function.parameters for t in request.tools if t.function.name in names}
+        many = not request.single_call
+        return GrammarSpec(
+            "tools", self.format.lark(schemas, self.special, many=many, answer=answer), "tools"
+        )
+
+    def conversation(self, fields: ChatFields) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and the tools for the chat template."""
+        tools = fields.offered or None
+        template = self.tokenizer.chat_template(with_tools=tools is not None) or ""
+        if self.native and mentions_tools(template):
+            return [message.for_template() for message in fields.messages], tools
+        return self._as_text(fields.messages, tools or []), None
+
+    def _as_text(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same in messages of system, user and assistant alone."""
+        written: list[tuple[dict[str, Any], list[str]]] = []  # messages, and the lines of each
+        result_before = False
+        for message in messages:
+            fields = message.for_template()
+            lines = [fields["content"]] if fields["content"] else []
+            if fields.pop("tool_calls", None):
+                # As the model wrote them, where it was this server's.
+                given = [(c.function.name, c.function.arguments or "{}") for c in message.tool_calls or ()]
+                lines.append(self.format.write(given))
+            is_result = fields["role"] == "tool"
+            if is_result:
+                fields = {"role": "user"}
+                lines = ["<tool_response>", *lines, "</tool_response>"]
+            if result_before and fields["role"] == "user":  # some templates refuse two users in a row
+                written[-1][1].extend(lines)
+            else:
+                written.append((fields, lines))
+            result_before = is_result
+        if tools:
+            described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+            if written[0][0]["role"] != "system":
+                written.insert(0, ({"role": "system"}, []))
+            system = written[0][1]
+            system += [""] if system else []
+            system.append(_INSTRUCTION.format(tools=described, example=self.format.write(_EXAMPLE)))
+        return [fields | {"content": "\n".join(lines)} for fields, lines in written]
