@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import expert_products as ep
 from pallas_kernels.support import check_one_device
@@ -45,16 +45,21 @@ def expert_weights(
 
 
 def expert_mlp(
-    layer_params: Mapping[str, Array], x: Float[Array, "T E"], config: ModelConfig
+    layer_params: Mapping[str, Array],
+    x: Float[Array, "T E"],
+    config: ModelConfig,
+    there: Bool[Array, " T"] | None = None,
 ) -> Float[Array, "T E"]:
     """What the chosen experts make of each token, weighted and added up; in the dtype of x.
 
-    On a Hopper GPU a kernel multiplies, elsewhere XLA operations, expert by expert.
+    Tokens that are not `there` go through no expert, so that none is read for them alone: zeros come out. On a Hopper GPU a
+    kernel multiplies, elsewhere XLA operations, expert by expert.
     """
     num_experts, count = config.num_experts, config.experts_per_token
     with jax.named_scope("route"):
         logits = jnp.matmul(x, layer_params["router"], preferred_element_type=jnp.float32)
         experts = likeliest(logits, count)
+        routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"][:, :, None]
     rows = x.shape[0] * count
     tuning = ep.tuning_for(rows, num_experts)
@@ -62,7 +67,7 @@ def expert_mlp(
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
     with jax.named_scope("plan_experts"):
-        plan = ep.plan_experts(experts, num_experts, block)
+        plan = ep.plan_experts(routed, num_experts, block)
         h = x[plan.token]
     with jax.named_scope("experts"):
         for matrices in (gate_up, down):
@@ -74,7 +79,8 @@ def expert_mlp(
         weights = expert_weights(logits, experts, config.normalize_experts)
         # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
         parts = [h[plan.position[:, j]].astype(jnp.float32) * weight for j, weight in enumerate(weights)]
-        return sum(parts[1:], parts[0]).astype(x.dtype)
+        total = sum(parts[1:], parts[0]).astype(x.dtype)
+        return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 
 def _has_kernel(x: Array, *matrices: Array) -> bool:

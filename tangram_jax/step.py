@@ -58,7 +58,7 @@ def step(
     alone = decode is not None and not chunk and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
     if alone and decode:
         decode = Decode(jnp.append(decode.rows, cache.num_rows), jnp.append(decode.tokens, 0))
-    tokens, positions, logits_at = _flatten(cache, chunk, decode, all_logits)
+    tokens, positions, logits_at, there = _flatten(cache, chunk, decode, all_logits)
     size = 0 if chunk is None else chunk.tokens.shape[0]
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
@@ -75,7 +75,7 @@ def step(
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
-    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at)
+    logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, there=there)
     kept = of_chunk.kept if of_chunk else []
     new = of_decode.new if of_decode else []
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
@@ -130,20 +130,23 @@ _NO_SCORER: Any = None
 
 def _flatten(
     cache: Cache, chunk: Chunk | None, decode: Decode | None, all_logits: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Flat tokens, their true positions, and the rows whose logits are wanted."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Flat tokens, their true positions, the rows whose logits are wanted, and which tokens are no padding."""
     before = cache.tokens + cache.tail
-    tokens, positions, logits_at = [], [], []
+    tokens, positions, logits_at, there = [], [], [], []
     size = 0
     if chunk:
         size = chunk.tokens.shape[0]
         tokens.append(chunk.tokens)
         positions.append(before[chunk.row] + np.arange(size))
         logits_at.append(np.arange(size) if all_logits else jnp.asarray(chunk.valid - 1)[None])
+        there.append(np.arange(size) < chunk.valid)
     if decode:
         tokens.append(decode.tokens)
         positions.append(before.at[decode.rows].get(mode="fill", fill_value=0))
         logits_at.append(size + np.arange(decode.rows.shape[0]))
+        there.append(decode.rows < cache.num_rows)
     if not tokens:
         raise ValueError("a step needs a chunk, decode tokens, or both")
-    return jnp.concatenate(tokens), jnp.concatenate(positions), jnp.concatenate(logits_at)
+    flat = [jnp.concatenate(x) for x in (tokens, positions, logits_at, there)]
+    return flat[0], flat[1], flat[2], flat[3]

@@ -16,7 +16,7 @@ i32 = jnp.int32
 class ExpertPlan(NamedTuple):
     """Rows of T tokens, k experts each, M of them with the gaps that alignment leaves."""
 
-    position: jax.Array  # i32[T, k]: the row of a token's j-th expert
+    position: jax.Array  # i32[T, k]: the row of a token's j-th expert; 0 where it has none
     token: jax.Array  # i32[M]: the token of a row; of a gap any
     expert: jax.Array  # i32[most blocks]: whose block it is; there are as many as `ends` says last
     first: jax.Array  # i32[X]: an expert's first row, a multiple of 8
@@ -48,7 +48,10 @@ def num_rows(tokens: int, per_token: int, num_experts: int) -> int:
 
 
 def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan:
-    """Sorts i32[T, k] experts of tokens; blocks have up to `block` rows (a multiple of 8) of one expert."""
+    """Sorts i32[T, k] experts of tokens; blocks have up to `block` rows (a multiple of 8) of one expert.
+
+    The number `num_experts` stands for none: no row is made for it.
+    """
     tokens, per_token = experts.shape
     rows = tokens * per_token
     size = num_rows(tokens, per_token, num_experts)
@@ -59,8 +62,11 @@ def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan
     number = lax.iota(i32, num_experts)
     first = jnp.sum(jnp.where(number < number[:, None], _up(counts, ALIGN), 0), axis=1, dtype=i32)
     ends = jnp.sum(jnp.where(number <= number[:, None], _up(counts, block) // block, 0), axis=1, dtype=i32)
-    position = first[flat] + ranks
-    token = jnp.zeros(size, i32).at[position].set(np.repeat(np.arange(tokens, dtype=np.int32), per_token))
+    there = flat < num_experts
+    position = first[jnp.minimum(flat, num_experts - 1)] + ranks
+    number_of_token = np.repeat(np.arange(tokens, dtype=np.int32), per_token)
+    token = jnp.zeros(size, i32).at[jnp.where(there, position, size)].set(number_of_token, mode="drop")
+    position = jnp.where(there, position, 0)
     expert = jnp.sum(ends <= lax.iota(i32, most)[:, None], axis=1, dtype=i32)
     return ExpertPlan(position.reshape(tokens, per_token), token, expert, first, counts, ends, block)
 

@@ -27,18 +27,22 @@ def test_plan(data):
     experts = make_case(
         tokens, per_token, num_experts, busy=data.draw(st.integers(per_token, num_experts))
     ).experts
+    experts[data.draw(st.lists(st.integers(0, tokens - 1), max_size=tokens))] = num_experts  # of no expert
+    there = experts < num_experts
     plan = ep.plan_experts(jnp.asarray(experts), num_experts, block)
-    position, token = np.asarray(plan.position), np.asarray(plan.token)
-    assert len(np.unique(position)) == position.size and position.max() < len(token)
+    assert not np.asarray(plan.position)[~there].any()
+    position, token = np.asarray(plan.position)[there], np.asarray(plan.token)
+    assert len(np.unique(position)) == position.size and (position < len(token)).all()
     assert len(token) == ep.num_rows(tokens, per_token, num_experts)
-    np.testing.assert_array_equal(token[position], np.arange(tokens)[:, None] + np.zeros((1, per_token), int))
+    np.testing.assert_array_equal(token[position], np.nonzero(there)[0])
+    np.testing.assert_array_equal(plan.counts, np.bincount(experts[there], minlength=num_experts))
     owner = np.full(len(token), -1)
     for number in range(int(plan.ends[-1])):
         expert, row, rows = (int(x) for x in plan.place(number))
         assert 0 < rows <= block and rows % 8 == 0 and row % 8 == 0
         assert (owner[row : row + rows] == -1).all() and row + rows <= len(token)
         owner[row : row + rows] = expert
-    np.testing.assert_array_equal(owner[position], experts)
+    np.testing.assert_array_equal(owner[position], experts[there])
     assert int(plan.ends[-1]) <= len(plan.expert)
 
 

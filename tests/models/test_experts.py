@@ -53,6 +53,17 @@ def test_mlp_is_the_weighted_sum_of_the_chosen(tokens):
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_padding_goes_through_no_expert():
+    config = tiny_config(num_experts=6, experts_per_token=2, expert_size=48)
+    layer = init_params(config, jax.random.key(1))["layers"][0]
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((9, 64)), jnp.float32)
+    there = jnp.arange(9) % 3 != 1
+    got = expert_mlp(layer, x, config, there)
+    np.testing.assert_array_equal(got[~there], 0)
+    np.testing.assert_allclose(got[there], expert_mlp(layer, x[there], config), atol=1e-6)
+    assert not expert_mlp(layer, jnp.full_like(x, jnp.nan), config, jnp.zeros(9, bool)).any()
+
+
 def test_layers_without_experts_have_an_mlp():
     config = tiny_config(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(1, 2))
     layers = init_params(config, jax.random.key(0))["layers"]
