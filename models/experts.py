@@ -17,13 +17,18 @@ from pallas_kernels.support import check_one_device
 if TYPE_CHECKING:
     from models.config import ModelConfig
 
+# Tokens whose experts are found by comparisons. Of more XLA unrolls them so far that LLVM takes seconds, of 8192 minutes.
+COMPARED = 512
+
 log = logging.getLogger("tangram")
 
 
 def likeliest(logits: Float[Array, "T X"], count: int) -> Int[Array, "T k"]:
     """The `count` experts of each token with the largest logits, the largest first, ties to the lower number."""
+    if len(logits) > COMPARED:
+        return lax.top_k(logits, count)[1]
+    # By comparisons instead of sorting: two small kernels on a GPU.
     number = lax.iota(jnp.int32, logits.shape[1])
-    # By comparisons instead of `lax.top_k`, which sorts: one kernel on a GPU.
     mine, others = logits[:, :, None], logits[:, None, :]
     ahead = (others > mine) | ((others == mine) & (number < number[:, None]))
     rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)

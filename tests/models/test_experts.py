@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from models.config import UnsupportedModelError, config_from_huggingface
-from models.experts import expert_mlp, expert_weights, likeliest
+from models.experts import COMPARED, expert_mlp, expert_weights, likeliest
 from models.params import init_params, num_parameters
 from models.testing import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.mark.parametrize("tokens", [50, COMPARED + 1])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_routing(normalize):
-    logits = np.random.default_rng(0).standard_normal((50, 17)).astype(np.float32) * 30
+def test_routing(normalize, tokens):
+    logits = np.random.default_rng(0).standard_normal((tokens, 17)).astype(np.float32) * 30
     experts = likeliest(jnp.asarray(logits), 4)
     np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1)[:, :4])
     weights = np.concatenate(expert_weights(jnp.asarray(logits), experts, normalize), axis=1)
@@ -29,8 +30,9 @@ def test_routing(normalize):
     np.testing.assert_allclose(weights, exact, rtol=1e-4, atol=1e-7)
 
 
-def test_equal_logits_go_to_the_first_experts():
-    np.testing.assert_array_equal(likeliest(jnp.zeros((2, 6)), 3), [[0, 1, 2]] * 2)
+@pytest.mark.parametrize("tokens", [2, COMPARED + 1])
+def test_equal_logits_go_to_the_first_experts(tokens):
+    np.testing.assert_array_equal(likeliest(jnp.zeros((tokens, 6)), 3), [[0, 1, 2]] * tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 300])

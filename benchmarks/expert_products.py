@@ -1,0 +1,117 @@
+"""Products with the weights of experts: bytes of weights read per second, against JAX's two ways of doing it.
+
+  python -m benchmarks.expert_products                     Qwen3-30B-A3B's experts, 1 to 8192 tokens, on one Hopper GPU
+  python -m benchmarks.expert_products --shape mixtral-8x7b
+
+Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
+than it is read in between). Tokens are routed evenly at random. The floor is what is larger: the bytes of the experts that
+are reached at the roof, a large reduction measured in the same run, or the products at 800 TFLOP/s. `ragged_dot` is
+`jax.lax.ragged_dot`, `pallas` the kernel in `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles;
+they compute gate and up alone, without SiLU, and are compared with our first product.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
+from pallas_kernels import expert_products as ep
+
+SHAPES = {  # experts, chosen of them, hidden size, width of an expert
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b": (8, 2, 4096, 14_336),
+}
+TOKENS = (1, 4, 32, 128, 512, 2048, 8192)
+TENSOR_CORES = 800.0  # TFLOP/s
+
+
+def library_us(call: Any, *args: jax.Array) -> float:
+    """Kernel time of one call, its L2 as warm as the call before left it (the arrays are larger)."""
+    run = jax.jit(call)
+    jax.block_until_ready(run(*args))
+    return sum(sum(times) for times in trace_kernels(lambda: run(*args)).values())
+
+
+def measure(shape: str, tokens: int, roof: float, weights: tuple[jax.Array, jax.Array], others: bool) -> dict:
+    num_experts, count, hidden, width = SHAPES[shape]
+    rng = np.random.default_rng(tokens)
+    experts = np.stack([rng.permutation(num_experts)[:count] for _ in range(tokens)]).astype(np.int32)
+    tuning = ep.tuning_for(tokens * count, num_experts)
+    plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
+    rows = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)[plan.token]
+    gate_up, down = weights
+
+    def products(x: jax.Array, w: jax.Array, *blocks: jax.Array) -> jax.Array:
+        given = plan._replace(**dict(zip(("expert", "first", "counts", "ends"), blocks, strict=True)))
+        return ep.expert_products(x, w, given, tuning=tuning)
+
+    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+    inner = jax.jit(products)(rows, gate_up, *blocks)
+    first, _ = cold_kernel_us(products, (rows, gate_up, *blocks), "expert_products")
+    second, _ = cold_kernel_us(products, (inner, down, *blocks), "expert_products")
+    reached = len(np.unique(experts)) / num_experts
+    read = (gate_up.nbytes + down.nbytes) * reached / roof / 1e3
+    computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
+    row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
+    row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
+    if others:
+        sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
+        x = jax.random.normal(jax.random.key(1), (max(tokens * count, 64), hidden), jnp.bfloat16)
+        sizes = sizes.at[-1].add(len(x) - tokens * count)  # the kernel of Pallas wants a tile at least
+        flat = gate_up.reshape(num_experts, hidden, 2 * width)
+        row["ragged_dot_us"] = library_us(jax.lax.ragged_dot, x, flat, sizes)
+
+        def pallas(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+            return ragged_dot_mgpu.ragged_dot(
+                x, w, group_sizes=sizes, block_m=rows, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=1
+            )  # fmt: skip
+
+        tiles = [64, 128] if len(x) >= 128 else [64]
+        row["pallas_us"] = min(library_us(lambda *a, r=r: pallas(*a, r), x, flat, sizes) for r in tiles)
+        row |= {f"x_{name}": row[f"{name}_us"] / first for name in ("ragged_dot", "pallas")}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--alone", action="store_true", help="without the two others")
+    parser.add_argument("--out", help="write the rows to this JSON file")
+    args = parser.parse_args()
+    num_experts, _, hidden, width = SHAPES[args.shape]
+    roof = read_roof()
+    keys = jax.random.split(jax.random.key(2))
+    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) * 0.02, static_argnums=1)
+    weights = (
+        draw(keys[0], (num_experts, hidden, 2, width)),
+        draw(keys[1], (num_experts, width, 1, hidden)),
+    )
+    rows = []
+    for tokens in args.tokens:
+        rows.append(measure(args.shape, tokens, roof, weights, not args.alone))
+        print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
+    table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
+    for key in rows[0]:
+        table.add_column(key)
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=160).print(table)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump(
+                {"device": jax.devices()[0].device_kind, "roof_GBps": roof, "rows": rows}, file, indent=1
+            )
+
+
+if __name__ == "__main__":
+    main()
