@@ -65,6 +65,7 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
         max_choices=config.max_choices,
         max_body_bytes=config.max_body_bytes,
         tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         on_shutdown=engine.stop,
     )
     server = make_server(

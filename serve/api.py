@@ -34,6 +34,7 @@ from serve.protocol import (
 )
 from serve.request import EngineProtocol
 from serve.text import TextTokenizer
+from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
 
 OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
@@ -52,6 +53,7 @@ def create_app(
     max_choices: int = 128,
     max_body_bytes: int = 8 * 2**20,
     tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
     on_shutdown: Callable[[], None] | None = None,
 ) -> FastAPI:
     """The application for one engine.
@@ -66,6 +68,7 @@ def create_app(
       max_choices: prompts times `n` of one request.
       max_body_bytes: larger bodies get a 413.
       tool_call_parser: how the model writes calls of tools, one of `serve.tool_formats.PARSERS`.
+      reasoning_parser: whether it writes thoughts, one of `serve.thought_prompt.PARSERS`.
       on_shutdown: called once when the server stops, when no request is left in the engine.
     """
     if not served_model_names:
@@ -81,6 +84,7 @@ def create_app(
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
         grammars=GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
         tools=ToolSupport.of(tokenizer, tool_call_parser),
+        thoughts=ThoughtSupport.of(tokenizer, reasoning_parser),
     )
 
     @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from models.overrides import parse_overrides
+from serve.thought_prompt import PARSERS as REASONING_PARSERS
 from serve.tool_formats import PARSERS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -72,6 +73,7 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call the API
     max_choices: int = 128
     tool_call_parser: str = "auto"  # how the model writes calls of tools
+    reasoning_parser: str = "auto"  # how it writes thoughts
     max_body_bytes: int = 8 * 2**20
     shutdown_timeout: int = 15  # seconds
     log_level: str = "info"
@@ -124,6 +126,7 @@ class ServeConfig:
             ("--generation-config", self.generation_config, GENERATION_CONFIGS),
             ("--log-level", self.log_level, LOG_LEVELS),
             ("--tool-call-parser", self.tool_call_parser, PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         )
         return [
             f"{flag} is '{value}': write one of {', '.join(known)}"
@@ -309,6 +312,11 @@ def make_parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--tool-call-parser",
         help=f"how the model writes calls of tools: {', '.join(PARSERS)} (default auto: as its chat template says)",
+    )
+    http.add_argument(
+        "--reasoning-parser",
+        help="whether the model thinks between <think> and </think>: think, none, or as its chat template says "
+        "(auto, the default)",
     )
     http.add_argument(
         "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="of a request (default 8MiB)"

@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from serve.choice import Delta, TokenLogprob
 from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
+from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
 from serve.prompts import Prompt, chat_prompt, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
-from serve.tool_calls import Arguments, CallStart, Content, Part, merged
 
 
 class ChatFormat:
@@ -20,25 +20,29 @@ class ChatFormat:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, names: TokenNames) -> None:
+    def __init__(self, request: ChatRequest, names: TokenNames, *, thinks: bool = False) -> None:
+        """`thinks`: thoughts are looked for."""
         self._names = names
         self._logprobs = request.logprobs
         self._num_top = request.top_logprobs or 0
         self._token_ids = request.return_token_ids
-        self._tools = request.may_call
+        self._shows_thoughts = thinks and request.include_reasoning
 
     def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text}
-        if self._tools:
-            parts = merged(delta.parts)
-            text = "".join(part.text for part in parts if isinstance(part, Content))
-            calls = [_call(part) for part in parts if isinstance(part, CallStart)]
-            for part in parts:
-                if isinstance(part, Arguments):
-                    calls[part.number]["function"]["arguments"] = part.text
-            message["content"] = text if text or not calls else None
-            if calls:
-                message["tool_calls"] = calls
+        parts = merged(delta.parts)
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        calls = [_call(part) for part in parts if isinstance(part, CallStart)]
+        for part in parts:
+            if isinstance(part, Arguments):
+                calls[part.number]["function"]["arguments"] = part.text
+        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if not (text or calls or delta.thought):
+            message["content"] = ""
+        if self._shows_thoughts:
+            thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+            message["reasoning_content"] = thoughts or None
+        if calls:
+            message["tool_calls"] = calls
         return self._choice(index, delta, "message", message)
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -50,9 +54,7 @@ class ChatFormat:
         }
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        if not self._tools:
-            return [self._choice(index, delta, "delta", {"content": delta.text} if delta.text else {})]
-        # A piece of one call in each chunk: not every client looks for more.
+        # Thoughts, text, or a piece of one call in each chunk: not every client looks for more.
         *before, last = [_piece(part) for part in merged(delta.parts)] or [{}]
         chunks = [self._choice(index, Delta(), "delta", piece) for piece in before]
         return [*chunks, self._choice(index, delta, "delta", last)]
@@ -103,6 +105,8 @@ def _call(start: CallStart) -> dict[str, Any]:
 
 def _piece(part: Part) -> dict[str, Any]:
     """What a chunk says."""
+    if isinstance(part, Thought):
+        return {"reasoning_content": part.text}
     if isinstance(part, Content):
         return {"content": part.text}
     if isinstance(part, CallStart):
@@ -118,9 +122,19 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     check_num_choices(1, request.n, serving.max_choices)
     prompt = await serving.in_thread(
-        http_request, chat_prompt, serving.tools, request, limit, vocab_size, serving.spellings
+        http_request,
+        chat_prompt,
+        serving.tools,
+        request,
+        limit,
+        vocab_size,
+        serving.spellings,
+        serving.thoughts,
     )
-    grammar = await serving.grammar_of(serving.tools.grammar(request))
+    form_of_answer = serving.thoughts.grammar(serving.tools.grammar(request), prompt.beginning)
+    grammar = await serving.grammar_of(form_of_answer)
     params = sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)
-    form = ChatFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
+    form = ChatFormat(
+        request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids), thinks=serving.thoughts.on
+    )
     return await respond(serving, http_request, request, model, [prompt], params, form, timer)

@@ -1,12 +1,13 @@
 """One choice of one generation: its tokens become text, stop strings are found, log-probabilities are kept in step."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from serve.parts import Part
 from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
 from serve.text import StopScanner, TextTokenizer, special_texts
-from serve.tool_calls import CallParser, Part
+from serve.thoughts import AnswerReader
 
 
 @dataclass(slots=True)
@@ -24,12 +25,13 @@ class Delta:
     """What is new about a choice since it was last asked."""
 
     text: str = ""
-    parts: list[Part] = field(default_factory=list)  # where calls are looked for: what the text says
+    parts: list[Part] = field(default_factory=list)  # where there is a reader: what the text says
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
     called: bool = False  # the choice has ended with whole calls
+    thought: bool = False  # it has ended, and had thoughts
 
 
 class Choice:
@@ -44,28 +46,33 @@ class Choice:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         drop_generated: bool = False,
-        calls: CallParser | None = None,
-        keep: Collection[int] = (),
+        reader: AnswerReader | None = None,
     ) -> None:
-        """`keep`: special tokens that are text for the reader of `calls`."""
         self._sampling = sampling
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, keep)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, reader.keep if reader else ())
         self._tokenizer = tokenizer
         self._shown: list[int] | None = []  # the tokens of the text; None: it has others than it shows
         self._pieces: list[str] = []  # the whole text
         self._scanner = StopScanner(stops, include_stop)
         self._include_stop = include_stop
         self._drop_generated = drop_generated
-        self._calls = calls
+        self._reader = reader
+        self._skips = skip_special_tokens
         self._delta = Delta()
         self._offset = 0  # characters that came out of the detokenizer, and the echo
         self.num_tokens = 0
+        self._thinking_tokens = 0  # generated while there may be thoughts
         self.finish_reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
         """Nothing more will come; later outputs are ignored."""
         return self.finish_reason is not None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the tokens are thoughts, the tags around them included."""
+        return self._thinking_tokens if self._reader is not None and self._reader.thought else 0
 
     @property
     def spelling(self) -> tuple[str, list[int]] | None:
@@ -110,7 +117,7 @@ class Choice:
         if self._scanner.matched is not None:
             self._finish("stop", self._scanner.matched)
             return output.finish_reason is None
-        if self._calls is not None and self._calls.done:  # the only call that was wanted
+        if self._reader is not None and self._reader.done:  # the only call that was wanted
             self._finish("stop", None)
             return output.finish_reason is None
         if output.finish_reason is not None:
@@ -129,6 +136,8 @@ class Choice:
         if self._drop_generated:
             return
         self.num_tokens += 1
+        if self._reader is not None and self._reader.thinking:
+            self._thinking_tokens = self.num_tokens
         self._delta.token_ids.append(token_id)
         if self._sampling.logprobs is not None:
             logprob = math.nan if output.logprob is None else output.logprob
@@ -140,6 +149,8 @@ class Choice:
             self._shown = None
         elif self._shown is not None:
             self._shown.append(token_id)
+        if self._skips and self._reader is not None and self._reader.skips(token_id):
+            return
         self._add_text(self._detokenizer.add(token_id))
 
     def _add_text(self, text: str) -> None:
@@ -152,15 +163,16 @@ class Choice:
     def _show(self, text: str) -> None:
         self._delta.text += text
         self._pieces.append(text)
-        if self._calls is not None:
-            self._delta.parts += self._calls.push(text)
+        if self._reader is not None:
+            self._delta.parts += self._reader.push(text)
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self._drop_generated:
             reason, stop_reason = "length", None
-        if self._calls is not None:
-            self._delta.parts += self._calls.finish()
-            self._delta.called = self._calls.called
+        if self._reader is not None:
+            self._delta.parts += self._reader.finish()
+            self._delta.called = self._reader.called
+            self._delta.thought = self._reader.thought
         self.finish_reason = self._delta.finish_reason = reason
         self._delta.stop_reason = stop_reason
 
@@ -170,7 +182,7 @@ class Choice:
         Tokens and log-probabilities wait for the next text, so that a chunk never comes without text, except at the
         end (or with `everything`). So does text that may be the beginning of a call.
         """
-        shown = self._delta.text if self._calls is None else self._delta.parts
+        shown = self._delta.text if self._reader is None else self._delta.parts
         if not (everything or shown or self._delta.finish_reason):
             return None
         delta, self._delta = self._delta, Delta()

@@ -24,6 +24,7 @@ from serve.spellings import Spellings
 from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
 from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
+from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
 
 _LARGE_BODY = 2**18  # bytes; more text may take a thread for seconds
@@ -61,6 +62,7 @@ class Serving:
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
     grammars: GrammarCache
     tools: ToolSupport
+    thoughts: ThoughtSupport
     hub: OutputHub = field(default_factory=OutputHub)
     spellings: Spellings = field(default_factory=Spellings)
     draining: Draining = field(default_factory=Draining)
@@ -161,6 +163,8 @@ class Generation:
     ) -> None:
         completion = request if isinstance(request, CompletionRequest) else None
         chat = request if isinstance(request, ChatRequest) else None
+        tags = serving.thoughts.special.values()
+        self._counts_thoughts = chat is not None and serving.thoughts.on
         self._n = request.n
         self._prompts = prompts
         self._echo = completion is not None and completion.echo
@@ -179,11 +183,10 @@ class Generation:
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
                 drop_generated=completion is not None and completion.max_tokens == 0,
-                calls=calls,
-                keep=serving.tools.special.values() if calls else (),
+                reader=serving.tools.reader(chat, prompt.beginning, tags) if chat else None,
             )
-            for p in range(len(prompts))
-            for calls in (serving.tools.parser(chat) if chat else None for _ in range(request.n))
+            for p, prompt in enumerate(prompts)
+            for _ in range(request.n)
         ]
         continues = chat.continue_final_message if chat else not self._echo
         # A grammar sees the first token's leading space, so that it belongs to the text.
@@ -277,12 +280,16 @@ class Generation:
         """Token counts so far, in OpenAI's shape; a prompt counts once, whatever its number of choices."""
         prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        return {
+        usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        if self._counts_thoughts:
+            thoughts = sum(choice.reasoning_tokens for choice in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
 
 async def respond(

@@ -15,6 +15,8 @@ KEPT = 128  # compiled grammars; one may take megabytes
 MOST_WAITING = 64
 WAIT_SECONDS = 60.0
 
+type _Key = tuple[str, str, str]
+
 
 class GrammarCache:
     """One for a server. The vocabulary is built with the first grammar."""
@@ -24,7 +26,7 @@ class GrammarCache:
         self._vocabulary: Vocabulary | None = None
         self._building = threading.Lock()
         # On the event loop alone.
-        self._grammars: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
+        self._grammars: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
         self._executor = ThreadPoolExecutor(2, "grammar")
 
     async def get(self, spec: GrammarSpec) -> Grammar:
@@ -32,7 +34,7 @@ class GrammarCache:
 
         Raises APIError: 400 with what is wrong, 503 when too many others are being compiled.
         """
-        key = spec.kind, spec.text
+        key = spec.kind, spec.text, spec.thoughts
         future = self._grammars.get(key)
         if future is None:
             if sum(not f.done() for f in self._grammars.values()) >= MOST_WAITING:
@@ -55,7 +57,7 @@ class GrammarCache:
             self._forget(key, future)
             raise
 
-    def _forget(self, key: tuple[str, str], future: Future[Grammar]) -> None:
+    def _forget(self, key: _Key, future: Future[Grammar]) -> None:
         if self._grammars.get(key) is future:
             del self._grammars[key]
 
@@ -64,6 +66,8 @@ class GrammarCache:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._source)
         try:
+            if spec.thoughts:  # its own faults, and a trial that is not spent on thoughts
+                self._vocabulary.compile(spec._replace(thoughts="").lark)
             return self._vocabulary.compile(spec.lark)
         except Exception:
             raise

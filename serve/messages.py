@@ -69,7 +69,7 @@ class MessageCall(RequestModel):
 class Message(RequestModel):
     """One turn of a conversation; `content` is text once parsed."""
 
-    NO_EFFECT = frozenset(["annotations", "reasoning", "reasoning_content", "id", "parsed"])
+    NO_EFFECT = frozenset(["annotations", "id", "parsed"])
     UNSUPPORTED = {"function_call": (), "audio": (), "refusal": ()}  # noqa: RUF012 - a ClassVar in RequestModel
 
     role: str
@@ -77,6 +77,8 @@ class Message(RequestModel):
     name: str | None = None
     tool_calls: list[MessageCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # the thoughts before an answer of the assistant
+    reasoning: str | None = None  # another name of the same, not kept
 
     @model_validator(mode="before")
     @classmethod
@@ -93,7 +95,12 @@ class Message(RequestModel):
             raise PydanticCustomError("calls", "'tool_call_id' belongs to messages of the role 'tool'")
         if role == "tool" and "tool_call_id" not in fields:
             raise PydanticCustomError("calls", "a message of the role 'tool' needs a 'tool_call_id'")
-        if role == "assistant" and ("content" in message or "tool_calls" in fields):
+        thoughts = [fields.pop(name) for name in ("reasoning_content", "reasoning") if name in fields]
+        if thoughts and role == "assistant":
+            fields["reasoning_content"] = thoughts[0]
+        if role == "assistant" and (
+            "content" in message or fields.keys() & {"tool_calls", "reasoning_content"}
+        ):
             fields.setdefault("content", "")  # null: an empty answer, as OpenAI's clients send it back
         return fields
 

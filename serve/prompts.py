@@ -10,6 +10,8 @@ from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingR
 from serve.request import SamplingParams
 from serve.spellings import Spellings
 from serve.text import TextTokenizer
+from serve.thought_prompt import NO_THOUGHTS, ThoughtSupport
+from serve.thoughts import Beginning
 from serve.tool_prompt import ToolSupport
 
 _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is counted in slices first
@@ -45,6 +47,7 @@ class Prompt:
 
     ids: list[int]
     text: str | None = None
+    beginning: Beginning = "none"  # of a chat: where its answer begins
 
 
 def encode_bounded(
@@ -117,14 +120,20 @@ def chat_text(tools: ToolSupport, fields: ChatFields) -> str:
 
 
 def chat_prompt(
-    tools: ToolSupport, request: ChatRequest, limit: int, vocab_size: int, spellings: Spellings
+    tools: ToolSupport,
+    request: ChatRequest,
+    limit: int,
+    vocab_size: int,
+    spellings: Spellings,
+    thoughts: ThoughtSupport = NO_THOUGHTS,
 ) -> Prompt:
     """The prompt of a chat completion: its first turns in the tokens in which this server read and wrote them."""
     tokenizer, text = tools.tokenizer, chat_text(tools, request)
+    beginning = thoughts.beginning(request, text)
     if request.truncate_prompt_tokens is None and not request.add_special_tokens:
         ids = _as_spelled(tokenizer, text, limit - (request.token_limit or 1), spellings)
         if ids:
-            return Prompt(_known(ids, vocab_size, "messages"), text)
+            return Prompt(_known(ids, vocab_size, "messages"), text, beginning)
     ids = encode_bounded(
         tokenizer,
         text,
@@ -133,9 +142,8 @@ def chat_prompt(
         add_special_tokens=request.add_special_tokens,
         truncate=_kept(request.truncate_prompt_tokens, limit, request.token_limit),
     )
-    return Prompt(
-        _known(ids, vocab_size, "messages"), text if request.truncate_prompt_tokens is None else None
-    )
+    whole = request.truncate_prompt_tokens is None
+    return Prompt(_known(ids, vocab_size, "messages"), text if whole else None, beginning)
 
 
 def _as_spelled(tokenizer: TextTokenizer, text: str, limit: int, spellings: Spellings) -> list[int] | None:

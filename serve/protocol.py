@@ -68,7 +68,6 @@ _CHAT_OFF = _EXTENSIONS_OFF | {
     "echo": (False,),
     "documents": ([],),
     "chat_template": (),
-    "include_reasoning": (True, False),
     "mm_processor_kwargs": ({},),
 }
 _COMPLETION_OFF = _EXTENSIONS_OFF | {"suffix": ("",)}
@@ -205,6 +204,7 @@ class ChatRequest(SamplingRequest, ChatFields):
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    include_reasoning: bool = True  # thoughts are a part of the response
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

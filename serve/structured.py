@@ -1,8 +1,7 @@
 """The form that a request wants its answer to have: OpenAI's `response_format`, and vLLM's fields for the same thing.
 
 All become a `GrammarSpec`: a grammar in the notation of `llguidance`, which is Lark's with additions. It holds from the
-first generated token on: a model that would think first cannot, and where the chat template has opened a block of thoughts
-already, the answer comes inside it (many templates leave it out with `"chat_template_kwargs": {"enable_thinking": false}`).
+first generated token on, or from the first one after the thoughts of a model that thinks (`serve.thought_prompt`).
 """
 
 import json
@@ -30,10 +29,17 @@ class GrammarSpec(NamedTuple):
     kind: Kind
     text: str  # as the client wrote it; of JSON and choices as JSON, of tools the grammar
     param: str
+    thoughts: str = ""  # the rules of what comes before, in which the answer is `form`
 
     @property
     def lark(self) -> str:
         """The same as a grammar."""
+        form = self._form
+        # Nested, so that its rules may have any names.
+        return f"{self.thoughts}\nform: %lark {{\n{form}\n}}" if self.thoughts else form
+
+    @property
+    def _form(self) -> str:
         if self.kind == "regex":
             return f"start: /{regex_to_lark(self.text, 'd')}/"
         if self.kind == "choice":

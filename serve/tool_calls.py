@@ -8,9 +8,9 @@ neither.
 
 import secrets
 from collections.abc import Collection
-from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from serve.parts import Arguments, CallStart, Content, Part
 from serve.piece_reader import ALPHANUMERIC, SPACE, PieceReader, Step, from_json
 
 Style = Literal["hermes", "llama3_json", "mistral"]
@@ -22,44 +22,6 @@ MARKERS: dict[Style, tuple[str, ...]] = {
     "llama3_json": (LLAMA_START,),
     "mistral": (MISTRAL_START, MISTRAL_ID, MISTRAL_ARGUMENTS),
 }
-
-
-class Content(NamedTuple):
-    """Text of the answer."""
-
-    text: str
-
-
-class CallStart(NamedTuple):
-    """Call `number` of its answer; its arguments follow."""
-
-    number: int
-    name: str
-    id: str
-
-
-class Arguments(NamedTuple):
-    """A piece of the arguments of call `number`."""
-
-    number: int
-    text: str
-
-
-Part = Content | CallStart | Arguments
-
-
-def merged(parts: list[Part]) -> list[Part]:
-    """The same with what belongs together in one piece."""
-    result: list[Part] = []
-    for kind, group in groupby(parts, type):
-        if kind is Content:
-            result.append(Content("".join(p.text for p in group if isinstance(p, Content))))
-        elif kind is Arguments:  # those of two calls have a CallStart between them
-            found = [p for p in group if isinstance(p, Arguments)]
-            result.append(Arguments(found[0].number, "".join(p.text for p in found)))
-        else:
-            result += group
-    return result
 
 
 class CallParser(PieceReader):

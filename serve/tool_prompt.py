@@ -5,7 +5,7 @@ known here, the tools are described in the system message, and calls and results
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from serve.messages import Message
 from serve.protocol import ChatFields, ChatRequest
 from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
+from serve.thoughts import AnswerReader, Beginning
 from serve.tool_calls import MARKERS, CallParser
 from serve.tool_formats import HERMES, ToolFormat, chosen_format, mentions_tools
 
@@ -59,6 +60,17 @@ class ToolSupport:
             single=request.single_call,
         )
 
+    def reader(self, request: ChatRequest, beginning: Beginning, tags: Collection[int]) -> AnswerReader:
+        """What reads one answer; `tags` are special tokens around thoughts."""
+        calls = self.parser(request)
+        return AnswerReader(
+            beginning,
+            calls,
+            shown=request.include_reasoning,
+            markers=self.special.values() if calls else (),
+            tags=tags if beginning != "none" else (),
+        )
+
     def grammar(self, request: ChatRequest) -> GrammarSpec | None:
         """The form of the answer: calls where they are demanded; where they may come, they or the form that is asked for."""
         answer = request.grammar_spec
@@ -78,8 +90,13 @@ class ToolSupport:
         tools = fields.offered or None
         template = self.tokenizer.chat_template(with_tools=tools is not None) or ""
         if self.native and mentions_tools(template):
-            return [message.for_template() for message in fields.messages], tools
-        return self._as_text(fields.messages, tools or []), None
+            messages, described = [message.for_template() for message in fields.messages], tools
+        else:
+            messages, described = self._as_text(fields.messages, tools or []), None
+        if "reasoning_content" not in template:
+            for message in messages:
+                message.pop("reasoning_content", None)
+        return messages, described
 
     def _as_text(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same in messages of system, user and assistant alone."""

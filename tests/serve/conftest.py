@@ -8,6 +8,8 @@ import pytest
 
 from tests.serve.fake_engine import Script
 from tests.serve.http_server import Served, ids, serving, wait_until
+from tests.serve.thought_templates import TEMPLATES as THOUGHT_TEMPLATES
+from tests.serve.thought_templates import thought_tokenizer
 from tests.serve.tiny_engine import TinyEngine, tiny_engine
 from tests.serve.tool_templates import tool_tokenizer
 
@@ -38,14 +40,17 @@ def served(_shared: Served) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def _tool_servers() -> Iterator[Callable[[str], Served]]:
     with ExitStack() as stack:
-        yield cache(
-            lambda name: stack.enter_context(serving(tokenizer=tool_tokenizer(name), max_model_len=4096))
-        )
+
+        def start(name: str) -> Served:
+            tokenizer = (thought_tokenizer if name in THOUGHT_TEMPLATES else tool_tokenizer)(name)
+            return stack.enter_context(serving(tokenizer=tokenizer, max_model_len=4096))
+
+        yield cache(start)
 
 
 @pytest.fixture
 def server_of(_tool_servers: Callable[[str], Served]) -> Iterator[Callable[[str], Served]]:
-    """Servers by the names of their chat templates in `tool_templates`, as fresh as `served`."""
+    """Servers by the names of their chat templates in `tool_templates` and `thought_templates`, as fresh as `served`."""
     used: list[Served] = []
 
     def get(name: str) -> Served:

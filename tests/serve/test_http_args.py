@@ -27,7 +27,7 @@ def test_all_flags(tmp_path):
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
         "--generation-config vllm --allowed-origins https://a.org http://b:3000 "
-        "--tool-call-parser mistral "
+        "--tool-call-parser mistral --reasoning-parser none "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
     assert parse_args(argv.split()) == ServeConfig(
@@ -36,7 +36,7 @@ def test_all_flags(tmp_path):
         prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
-        generation_config="vllm", tool_call_parser="mistral", allowed_origins=("https://a.org", "http://b:3000"),
+        generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none", allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
     assert parse_args(["--no-prefix-cache"]).prefix_cache is False
@@ -64,6 +64,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
         ("--generation-config mine", "write one of auto, vllm"),
         ("--tool-call-parser pythonic", "write one of auto, hermes, llama3_json, mistral"),
+        ("--reasoning-parser qwen3", "--reasoning-parser is 'qwen3': write one of auto, none, think"),
         ("--allowed-origins example.org", "write a scheme and a host without a path, e.g. https"),
         ("--hf-overrides {x}", "'{x}' is not JSON: Expecting property name"),
         ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),

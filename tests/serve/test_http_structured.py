@@ -262,7 +262,7 @@ def test_the_last_grammars_are_kept(following, monkeypatch):
     cache = following.app.state.serving.grammars
     for word in ("one", "two", "one", "six"):
         following.post(TEXT, {"prompt": "a", "guided_choice": [word], "max_tokens": 9}).raise_for_status()
-    assert [json.loads(text) for _, text in cache._grammars] == [["one"], ["six"]]
+    assert [json.loads(text) for _, text, _ in cache._grammars] == [["one"], ["six"]]
 
 
 def test_a_panic_of_the_library_is_a_400(served, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.tool_calls import Arguments, CallParser, CallStart, Content, merged
+from serve.parts import Arguments, CallStart, Content, merged
+from serve.tool_calls import CallParser
 from serve.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED
 from tests.serve.test_http_text import cut
 

@@ -8,9 +8,10 @@ import pytest
 
 from serve.errors import APIError
 from serve.grammar import GrammarError, Vocabulary
+from serve.parts import Arguments, CallStart, Content, merged
 from serve.protocol import ChatRequest
 from serve.structured import GrammarSpec
-from serve.tool_calls import Arguments, CallParser, CallStart, Content, merged
+from serve.tool_calls import CallParser
 from serve.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED, chosen_format, mentions_tools
 from serve.tool_prompt import ToolSupport
 from tests.serve.tool_templates import TEMPLATES, tool_tokenizer

@@ -1,0 +1,71 @@
+"""What one model makes of thoughts: whether its template knows them, where a prompt leaves off, what a grammar allows."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve.protocol import ChatFields
+from serve.structured import GrammarSpec
+from serve.text import TextTokenizer
+from serve.thoughts import END, START, Beginning
+
+PARSERS = ("auto", "none", "think")
+_ENDING = 256  # characters of a prompt's end, of which all but a tag are white space
+_ESCAPED = END.replace("/", r"\/")
+_LARGEST_SPACE = 16  # between thoughts and the answer: a model must not go on with it for ever
+
+
+@dataclass(frozen=True)
+class ThoughtSupport:
+    """Of one model."""
+
+    on: bool  # thoughts are looked for
+    special: Mapping[str, int]  # ids of the tags that are special tokens
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer, parser: str = "auto") -> "ThoughtSupport":
+        """From one of PARSERS, and for "auto" the chat template: a model that thinks has one that speaks of it.
+
+        Tags in the vocabulary say nothing: models that never think share theirs with others.
+        """
+        templates = (tokenizer.chat_template(with_tools) or "" for with_tools in (False, True))
+        known = any(tag in template for template in templates for tag in (START, END))
+        texts = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
+        special = {tag: texts[tag] for tag in (START, END) if tag in texts}
+        return cls(parser == "think" or (parser == "auto" and known), special)
+
+    def beginning(self, fields: ChatFields, text: str) -> Beginning:
+        """Where the answer to a conversation begins whose prompt is `text`."""
+        if not self.on:
+            return "none"
+        if fields.continue_final_message and (said := fields.messages[-1].content.strip()):
+            if said == START:
+                return "open"
+            return "within" if said.startswith(START) and END not in said else "none"
+        ending = text[-_ENDING:].rstrip()
+        if ending.endswith(START):
+            return "open"
+        return "none" if ending.endswith(END) else "possible"
+
+    def grammar(self, spec: GrammarSpec | None, beginning: Beginning) -> GrammarSpec | None:
+        """The form of an answer, with room for the thoughts before it."""
+        if spec is None or beginning == "none":
+            return spec
+        optional = beginning == "possible"
+        lines = [
+            f"start: ({self._tag(START)} thoughts SPACE?)? form"
+            if optional
+            else "start: thoughts SPACE? form",
+            f"SPACE: /[ \\t\\r\\n]{{1,{_LARGEST_SPACE}}}/",
+        ]
+        if END in self.special:  # and written out it would be the end as well
+            lines += [f"thoughts: TEXT {self._tag(END)}", f"TEXT: /(?s:.*)/ & ~/(?s:.*){_ESCAPED}(?s:.*)/"]
+        else:
+            lines.append(f"thoughts[lazy]: /(?s:.)*{_ESCAPED}/")
+        return spec._replace(thoughts="\n".join(lines))
+
+    def _tag(self, tag: str) -> str:
+        return f"<[{self.special[tag]}]>" if tag in self.special else json.dumps(tag)
+
+
+NO_THOUGHTS = ThoughtSupport(False, {})
