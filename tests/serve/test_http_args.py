@@ -36,7 +36,8 @@ def test_all_flags(tmp_path):
         prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
-        generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none", allowed_origins=("https://a.org", "http://b:3000"),
+        generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
+        allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
     assert parse_args(["--no-prefix-cache"]).prefix_cache is False

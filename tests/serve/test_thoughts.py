@@ -1,5 +1,7 @@
 """Thoughts in generated text: what belongs to them, the same for every way of cutting the text; and where answers begin."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,9 +113,16 @@ def test_any_cutting_reads_the_same(text, beginning, cuts, calls):
         assert content == after.lstrip() and before.rstrip().endswith(thoughts)
 
 
-def test_text_of_the_same_characters_is_read_in_no_time():
-    for text in ("<" * 200_000, "<think" * 40_000, " " * 50_000):
-        assert sum(map(len, read("open", *cut(text, range(0, len(text), 97)))[:2])) >= len(text) - 50_000
+@pytest.mark.parametrize("unit", ["<", " ", "a \n", "<think>", "</thin"], ids=repr)
+def test_long_texts_take_time_in_proportion(unit):
+    """100,000 characters, whole and in pieces; something quadratic would take minutes."""
+    text = unit * (100_000 // len(unit))
+    began = time.process_time()
+    for beginning in BEGINNINGS:
+        thoughts, content, *_ = read(beginning, f"<think>a{text}")
+        assert (thoughts + content).endswith(f"a{text}")
+        assert read(beginning, *text) == read(beginning, text)
+    assert time.process_time() - began < 10
 
 
 # Tokens
