@@ -207,6 +207,17 @@ def test_calls_that_must_be_come_after_thoughts(server_of, name):
     assert any(choice["message"]["reasoning_content"] for choice in found)
 
 
+@pytest.mark.parametrize("form", ["schema", "choice", "regex"])
+def test_a_form_or_calls_come_after_thoughts(server_of, form):
+    server, (fields, check) = server_of("r1 special"), FORMS[form]
+    server.engine.script = Script([], follow=True)
+    body = {"messages": HELLO, "tools": TOOLS, "n": 24, "max_tokens": 3000, **fields}
+    choices = server.post(CHAT, body).json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop", "tool_calls"}
+    for message in (choice["message"] for choice in choices):
+        assert message["content"] is None if "tool_calls" in message else check(message["content"])
+
+
 def test_faults_of_a_form_are_named_as_without_thoughts(server_of):
     server = server_of("r1")
     schema = {"type": "object", "properties": {"a": {"type": "x"}}}
