@@ -181,16 +181,23 @@ class Engine:
         """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do)."""
         work = self._scheduler.schedule()
         if work:
-            handles = self._runner.run(work)
+            handles = self._runner.run(work, self._read_all)
             choices = self._scheduler.after_dispatch(work)
             self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunk))
             self._totals["steps"] += 1
             self._totals["prefilled"] += len(work.chunk.tokens) if work.chunk else 0
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
-            done = self._under_way.popleft()
-            for handles in done.handles:
-                self._read(handles, done.chunk)
+            self._read_oldest()
         self._update_stats()
+
+    def _read_all(self) -> None:
+        while self._under_way:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        done = self._under_way.popleft()
+        for handles in done.handles:
+            self._read(handles, done.chunk)
 
     def _recover(self, error: Exception) -> bool:
         """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back."""

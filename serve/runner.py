@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -172,8 +172,12 @@ class Runner:
         scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
         return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores
 
-    def run(self, work: Work) -> Handles:
-        """Dispatch one step and the sampling of its tokens."""
+    def run(self, work: Work, read_all: Callable[[], None]) -> Handles:
+        """Dispatch one step and the sampling of its tokens.
+
+        What a grammar allows is known only when its choice's last token has been read: `read_all` reads what is under way,
+        while the device runs the step.
+        """
         chunk = rows = following = None
         all_logits, mixed = False, None
         sequences: list[Sequence | None] = []
@@ -203,6 +207,8 @@ class Runner:
         prompt = PromptScores(*scores) if scores else None
         if not any(sequences):
             return Handles([], None, prompt=prompt)
+        if any(s.grammar for s in sequences if s):
+            read_all()
         return self._sample_rows(logits, sequences, sample_rows, prompt)
 
     def _sample_rows(

@@ -251,7 +251,6 @@ class Scheduler:
         return (
             state is not None
             and sequence.to_feed == 1
-            and sequence.may_sample
             and sequence.left > 0
             and 0 <= state.tail < self.limits.max_tail
         ) and sequence.generated > 0

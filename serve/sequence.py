@@ -97,11 +97,6 @@ class Sequence:
         return len(self.tokens) + self.in_flight - self.state.cached
 
     @property
-    def may_sample(self) -> bool:
-        """Whether its next token can be chosen: what a grammar allows is known only when the last one has been read."""
-        return self.grammar is None or not self.in_flight
-
-    @property
     def left(self) -> int:
         """Tokens that may still be sampled."""
         return self.sampling.max_tokens - self.generated

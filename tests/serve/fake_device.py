@@ -6,6 +6,7 @@ scheduler does (chunks, forks, stored sessions, preemption, compressed tails), t
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from models.testing import tiny_config
 from serve.runner import Handles
 from serve.scheduler import Limits
-from serve.sequence import Sequence, Work
+from serve.sequence import Phase, Sequence, Work
 from tangram_jax.plan import CachePlan
 
 CONFIG = tiny_config()
@@ -54,7 +55,7 @@ class AnyText:
 
 def check_mask(sequence: Sequence) -> None:
     """What a grammar allows next must be known: it has seen all tokens, none is on its way."""
-    if sequence.grammar is not None:
+    if sequence.grammar is not None and sequence.phase is Phase.RUNNING:
         assert sequence.in_flight == 1  # the one that is sampled now
         assert sequence.grammar.seen == sequence.tokens[sequence.prompt_length :]  # type: ignore[attr-defined]
 
@@ -159,7 +160,7 @@ class FakeDevice:
 
     # Steps
 
-    def run(self, work: Work) -> Handles:
+    def run(self, work: Work, read_all: Callable[[], None]) -> Handles:
         """The tokens sampled, as a list in the order of the sequences (None where the sample means nothing)."""
         sequences: list[Sequence | None] = []
         rows: list[int] = []
@@ -193,6 +194,8 @@ class FakeDevice:
             self._check_pages(row)
             sequences.append(sequence)
             rows.append(sequence.state.row)
+        if any(s.grammar for s in sequences if s):
+            read_all()
         tokens = np.zeros(len(rows), np.int32)
         for i, (s, r) in enumerate(zip(sequences, rows, strict=True)):
             if s is not None:

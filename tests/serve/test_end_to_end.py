@@ -100,9 +100,9 @@ def slow(tiny, monkeypatch) -> None:
     """10 ms more for every step, so that a stream lasts long enough to do something beside it."""
     run = tiny.runner.run
 
-    def later(work):
+    def later(work, read_all):
         time.sleep(0.01)
-        return run(work)
+        return run(work, read_all)
 
     monkeypatch.setattr(tiny.runner, "run", later)
 

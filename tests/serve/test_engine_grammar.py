@@ -9,6 +9,7 @@ import pytest
 
 from models.testing import tiny_tokenizer
 from serve.grammar import Grammar, GrammarFailure, GrammarState, Vocabulary
+from serve.sequence import Phase
 from serve.structured import GrammarSpec
 from tests.serve.tiny_engine import (
     CONFIG,
@@ -114,39 +115,46 @@ def test_others_say_what_they_say_alone(engine):
     assert got == [bound_alone, greedy(tokens_of(50), 40), alone]
 
 
-def test_a_step_goes_on_without_those_whose_token_is_not_read(engine, monkeypatch):
-    """Every step decodes what has no grammar; with one, a sequence is never dispatched twice without being read."""
-    steps, letters = [], regex("[a-z]{10}")  # compiled before: the other one would not wait for it
-    run = engine.runner.run
+def test_every_step_decodes_all(engine, monkeypatch):
+    """A step is dispatched before the last token of a choice with a grammar was read, and sampled after that."""
+    steps, sampled, letters = (
+        [],
+        [],
+        regex("[a-z]{30}"),
+    )  # compiled before: the other one would not wait for it
+    run, sample = engine.runner.run, engine.runner._sample_rows
 
-    def watch(work):
-        steps.append([(s.request.request_id, s.in_flight) for s in work.decode])
-        return run(work)
+    def watch(work, read_all):
+        steps.append({s.request.request_id: s.in_flight for s in work.decode})
+        return run(work, read_all)
+
+    def watch_sampling(logits, sequences, *rest):
+        sampled.extend(s.in_flight for s in sequences if s and s.grammar and s.phase is Phase.RUNNING)
+        return sample(logits, sequences, *rest)
 
     monkeypatch.setattr(engine.runner, "run", watch)
+    monkeypatch.setattr(engine.runner, "_sample_rows", watch_sampling)
     free = engine.ask(tokens_of(10), max_tokens=45)
     free.wait_for_tokens(2)
     bound = engine.ask(tokens_of(12), max_tokens=20, grammar=letters)
-    bound.wait()
+    assert re.fullmatch("[a-z]{20}", text(bound.wait()[0]))
     free.wait()
     engine.settle()
-    mine = [dict(step) for step in steps]
-    assert sum(free.request.request_id in step for step in mine) == 44
-    last = max(i for i, step in enumerate(mine) if free.request.request_id in step)
-    both = [step for step in mine[:last] if bound.request.request_id in step]
-    assert both
-    assert all(free.request.request_id in step for step in both)
-    assert {step[bound.request.request_id] for step in mine if bound.request.request_id in step} == {1}
-    assert max(step.get(free.request.request_id, 0) for step in mine) == 2  # its steps still overlap
+    of_bound = [i for i, step in enumerate(steps) if bound.request.request_id in step]
+    assert of_bound == list(range(of_bound[0], of_bound[0] + 19))  # the first token came with the prompt
+    assert sum(free.request.request_id in step for step in steps) == 44
+    for job in (bound, free):
+        assert max(step.get(job.request.request_id, 0) for step in steps) == 2  # steps overlap
+    assert set(sampled) == {1}
 
 
 @pytest.mark.parametrize("sampling", [{}, {"ignore_eos": False}, {"min_tokens": 9}], ids=str)
-def test_a_grammar_at_its_end_takes_no_further_step(engine, sampling):
+def test_a_grammar_at_its_end_ends_the_choice(engine, sampling):
     """Over ignore_eos and min_tokens, and the last token is shown: "stop" comes after it."""
     engine.answer(tokens_of(9), max_tokens=1)
     before = engine.engine.stats().steps_total
     answer = engine.answer(tokens_of(9, 7), max_tokens=20, grammar=regex("[a-c]{5}"), **sampling)
-    assert engine.engine.stats().steps_total - before == 5
+    assert engine.engine.stats().steps_total - before <= 6  # one was under way
     assert re.fullmatch("[a-c]{5}", text(answer))
     assert [o.finish_reason for o in answer.outputs] == [None] * 5 + ["stop"]
     assert answer.outputs[-1].token_id is None

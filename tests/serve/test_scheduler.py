@@ -182,10 +182,10 @@ def test_chunks_are_small_beside_decode_and_large_alone():
     sizes = []
     run = bench.runner.run
 
-    def record(work):
+    def record(work, read_all):
         if work.chunk:
             sizes.append((len(work.chunk.tokens), len(work.decode)))
-        return run(work)
+        return run(work, read_all)
 
     bench.runner.run = record
     for _ in range(3):
@@ -205,10 +205,10 @@ def test_prompt_logprobs_run_in_chunks_of_their_own_and_use_no_stored_session():
     seen = []
     run = bench.runner.run
 
-    def record(work):
+    def record(work, read_all):
         if work.chunk:
             seen.append((work.chunk.start, work.chunk.tokens.tolist(), work.chunk.next_tokens))
-        return run(work)
+        return run(work, read_all)
 
     bench.runner.run = record
     other = bench.add(prompt(6, 3), max_tokens=40, ignore_eos=True)
@@ -242,9 +242,9 @@ def test_streams_go_on_while_a_long_prompt_is_scored():
     steps = []
     run = bench.runner.run
 
-    def record(work):
+    def record(work, read_all):
         steps.append(work.chunk is not None and work.chunk.next_tokens is not None)
-        return run(work)
+        return run(work, read_all)
 
     bench.runner.run = record
     scored = bench.add(prompt(100), max_tokens=1, prompt_logprobs=0)
@@ -265,10 +265,10 @@ def test_choices_fork_the_first_one():
     prefilled = 0
     run = bench.runner.run
 
-    def record(work):
+    def record(work, read_all):
         nonlocal prefilled
         prefilled += len(work.chunk.tokens) if work.chunk else 0
-        return run(work)
+        return run(work, read_all)
 
     bench.runner.run = record
     bench.drain()
