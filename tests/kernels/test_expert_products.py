@@ -16,7 +16,7 @@ from pallas_kernels.expert_products.tuning import FEW, MANY
 from tests.kernels.expert_cases import make_case, relative_error
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_plan(data):
     """Every token's row belongs to its expert's blocks, and no two blocks have a row in common."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -216,10 +215,9 @@ def test_ids():
 @pytest.mark.parametrize(
     "unit", ["<", "[", " ", "<tool_call>", "[TOOL_CALLS][", '<tool_call>{"a":', "{[", '"\\', "x"], ids=repr
 )
-def test_long_texts_take_time_in_proportion(style, unit):
-    """100,000 characters, whole and in pieces; something quadratic would take minutes."""
+def test_long_texts(style, unit):
+    """100,000 characters, whole and in pieces; something quadratic would run into the limit of a test's time."""
     text = unit * (100_000 // len(unit))
-    began = time.process_time()
     assert read(style, text)[0] == text
     opened = {"hermes": '<tool_call>{"name": "f", "arguments": {', "mistral": "[TOOL_CALLS]f[ARGS]{"}.get(
         style
@@ -227,4 +225,3 @@ def test_long_texts_take_time_in_proportion(style, unit):
     if opened:
         read(style, opened + text)
     read(style, *[text[i : i + 50] for i in range(0, len(text), 50)])
-    assert time.process_time() - began < 10
