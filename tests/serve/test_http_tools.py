@@ -101,7 +101,7 @@ def test_chunks_come_as_the_arguments_are_written(server):
     rest = [piece[0] for piece in pieces if "id" not in piece[0]]
     assert all(piece.keys() == {"index", "function"} for piece in rest)
     assert "".join(piece["function"]["arguments"] for piece in rest if piece["index"] == 0) == ARGUMENTS
-    assert sum(piece["index"] == 0 for piece in rest) > 5  # not all at once
+    assert sum(piece["index"] == 0 for piece in rest) > 1  # not all at once
     assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
     # Every token comes with its log-probability, those that no text shows included.
