@@ -26,12 +26,14 @@ pytestmark = pytest.mark.gpu
     ids=str,
 )
 def test_products(tuning, sizes, options):
-    dtype = options.pop("dtype", jnp.bfloat16)
-    case = make_case(*sizes, dtype=dtype, **options)
+    options = {"dtype": jnp.bfloat16, **options}
+    case = make_case(*sizes, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
     h = ep.expert_products(case.x[plan.token], case.gate_up, plan, tuning=tuning)
     out = ep.expert_products(h, case.down, plan, tuning=tuning)
-    assert relative_error(out[plan.position], case.expected()) < (2e-3 if dtype == jnp.float16 else 1.5e-2)
+    assert relative_error(out[plan.position], case.expected()) < (
+        2e-3 if case.x.dtype == jnp.float16 else 1.5e-2
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 1000])
