@@ -43,12 +43,20 @@ def check_supported(
 
 
 def expert_products(
-    x: jax.Array, weights: jax.Array, plan: ExpertPlan, *, tuning: Tuning, interpret: Any = None
+    x: jax.Array,
+    weights: jax.Array,
+    plan: ExpertPlan,
+    *,
+    tuning: Tuning,
+    bias: jax.Array | None = None,
+    limit: float | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """Rows x [M, depth], sorted as `plan` says, times the weights [X, depth, parts, columns] of their experts: [M, columns].
 
-    With two parts, gate and up, the result is SiLU(gate) * up. Sums are float32, the result has the dtype of x. Rows of no
-    block hold anything. `plan` was made for blocks of `tuning.rows`.
+    `bias` [X, parts, columns] is added to the products. With two parts, gate and up, the result is SiLU(gate) * up, and with
+    a `limit` that of GPT-OSS (`reference.activation`). Sums are float32, the result has the dtype of x. Rows of no block
+    hold anything. `plan` was made for blocks of `tuning.rows`.
 
     Raises NotImplementedError for what `check_supported` says.
     """
@@ -56,4 +64,6 @@ def expert_products(
 
     if interpret is None:
         check_supported(x.dtype, weights.dtype, weights.shape)
-    return expert_products_mosaic_gpu(x, weights, plan, tuning=tuning, interpret=interpret)
+    return expert_products_mosaic_gpu(
+        x, weights, plan, tuning=tuning, bias=bias, limit=limit, interpret=interpret
+    )

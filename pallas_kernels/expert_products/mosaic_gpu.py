@@ -18,9 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.expert_products.plan import ExpertPlan, place
+from pallas_kernels.expert_products.reference import GATE_SLOPE
 from pallas_kernels.expert_products.tuning import ALIGN, BOX, DEPTH, ROWS, Tuning
 
 LOG2E = 1.4426950408889634
+BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column of an accumulator
 i32, f32 = jnp.int32, jnp.float32
 
 
@@ -29,6 +31,7 @@ class _Config:
     depth: int
     columns: int  # of one part
     parts: int
+    limit: float | None
     num_ctas: int
     interpreted: bool
     tuning: Tuning
@@ -62,28 +65,45 @@ class _Tile:
 
 
 def expert_products_mosaic_gpu(
-    x: jax.Array, weights: jax.Array, plan: ExpertPlan, *, tuning: Tuning, interpret: Any = None
+    x: jax.Array,
+    weights: jax.Array,
+    plan: ExpertPlan,
+    *,
+    tuning: Tuning,
+    bias: jax.Array | None = None,
+    limit: float | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.expert_products.expert_products`."""
     if plan.block != tuning.rows:
         raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
-    return _call(
-        x, weights, plan.expert, plan.first, plan.counts, plan.ends, tuning=tuning, interpret=interpret
-    )
+    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+    return _call(x, weights, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
-def _call(x: jax.Array, weights: jax.Array, *blocks: jax.Array, tuning: Tuning, interpret: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
+def _call(
+    x: jax.Array,
+    weights: jax.Array,
+    bias: jax.Array | None,
+    *blocks: jax.Array,
+    limit: float | None,
+    tuning: Tuning,
+    interpret: Any,
+) -> jax.Array:
     # One jitted function for all layers, as for attention: it is traced and lowered once.
     rows, depth = x.shape
     num_experts, _, parts, columns = weights.shape
     cfg = _Config(
-        depth=depth, columns=columns, parts=parts, tuning=tuning,
+        depth=depth, columns=columns, parts=parts, limit=limit, tuning=tuning,
         num_ctas=tuning.ctas(), interpreted=interpret is not None,
     )  # fmt: skip
 
+    biases = () if bias is None else (bias,)
+
     def expert_products(*refs: Any) -> None:  # the name that profiles show
-        _kernel(cfg, x.dtype, refs[:4], *refs[4:])
+        x_ref, weights_ref, *bias_ref, out = refs[4:]
+        _kernel(cfg, x.dtype, refs[:4], x_ref, weights_ref, bias_ref, out)
 
     kernel = plgpu.kernel(
         expert_products,
@@ -95,10 +115,12 @@ def _call(x: jax.Array, weights: jax.Array, *blocks: jax.Array, tuning: Tuning, 
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(*blocks, x, weights.reshape(num_experts, depth, parts * columns))
+    return kernel(*blocks, x, weights.reshape(num_experts, depth, parts * columns), *biases)
 
 
-def _kernel(cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, out: Any) -> None:
+def _kernel(
+    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, bias: list[Any], out: Any
+) -> None:
     tuning = cfg.tuning
     wgs, stages = tuning.warpgroups, tuning.stages
 
@@ -112,7 +134,7 @@ def _kernel(cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: 
 
         @pl.when(wg < wgs)
         def _compute_all() -> None:
-            _compute(cfg, wg, rounds, blocks, out, x_s, w_s, out_s, full, free)
+            _compute(cfg, wg, rounds, blocks, bias, out, x_s, w_s, out_s, full, free)
 
         @pl.when(wg == wgs)
         def _load_all() -> None:
@@ -169,6 +191,7 @@ def _compute(
     wg: Any,
     rounds: Any,
     blocks: Any,
+    bias: list[Any],  # of none or one reference
     out: Any,
     x_s: Any,
     w_s: Any,
@@ -205,8 +228,10 @@ def _compute(
 
         def store() -> None:
             sums = pl.run_scoped(products, *[plgpu.ACC((ROWS, cfg.width), f32)] * cfg.parts)
+            if bias:
+                sums = tuple(s + _bias(cfg, bias[0], tile, part) for part, s in enumerate(sums))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[...] = _finish(sums).astype(out.dtype)
+            staged[...] = _finish(sums, cfg.limit).astype(out.dtype)
             plgpu.commit_smem()
             row = pl.multiple_of(tile.row + wg * ROWS, ALIGN)
 
@@ -235,9 +260,20 @@ def _compute(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(sums: tuple[Any, ...]) -> Any:
-    """One part as it is; of gate and up SiLU(gate) * up."""
+def _bias(cfg: _Config, bias: Any, tile: _Tile, part: int) -> Any:
+    """Of a tile's columns, for all its rows."""
+    columns = bias.at[tile.expert, part, pl.ds(tile.column, cfg.width)]
+    values = plgpu.load(columns, layout=BY_COLUMN, optimized=False).astype(f32)
+    return lax.broadcast_in_dim(values, (ROWS, cfg.width), (1,))
+
+
+def _finish(sums: tuple[Any, ...], limit: float | None) -> Any:
+    """One part as it is; of gate and up `reference.activation`."""
     if len(sums) == 1:
         return sums[0]
     gate, up = sums
-    return gate / (1.0 + jnp.exp2(gate * -LOG2E)) * up
+    slope = 1.0
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.minimum(jnp.maximum(up, -limit), limit) + 1.0
+        slope = GATE_SLOPE
+    return gate / (1.0 + jnp.exp2(gate * (-LOG2E * slope))) * up

@@ -6,10 +6,26 @@ from jax import lax
 
 from pallas_kernels.expert_products.plan import ExpertPlan
 
+GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
 f32 = jnp.float32
 
 
-def expert_products_reference(x: jax.Array, weights: jax.Array, plan: ExpertPlan) -> jax.Array:
+def activation(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    """SiLU(gate) * up; with a limit GPT-OSS's: gate at most that and up within it, gate * sigmoid(1.702 gate) * (up + 1)."""
+    if limit is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(GATE_SLOPE * gate) * (up + 1)
+
+
+def expert_products_reference(
+    x: jax.Array,
+    weights: jax.Array,
+    plan: ExpertPlan,
+    *,
+    bias: jax.Array | None = None,
+    limit: float | None = None,
+) -> jax.Array:
     """See `pallas_kernels.expert_products.expert_products`; for blocks of any size."""
     rows, depth = x.shape
     _, _, parts, columns = weights.shape
@@ -23,8 +39,10 @@ def expert_products_reference(x: jax.Array, weights: jax.Array, plan: ExpertPlan
             weights[expert].reshape(depth, parts * columns),
             preferred_element_type=f32,
         )
+        if bias is not None:
+            sums += bias[expert].reshape(-1).astype(f32)
         if parts == 2:
-            sums = jax.nn.silu(sums[:, :columns]) * sums[:, columns:]
+            sums = activation(sums[:, :columns], sums[:, columns:], limit)
         # Rows of the next expert are written too; their own block comes later.
         return lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), row, 0)
 

@@ -1,10 +1,16 @@
 """Tokens routed to experts at random, and what float64 NumPy makes of them."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import expert_products as ep
+
+LIMIT = 0.7  # cuts off some of these gates and ups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +19,9 @@ class Case:
     x: jax.Array  # [T, E]
     gate_up: jax.Array  # [X, E, 2, F]
     down: jax.Array  # [X, F, 1, E]
+    gate_up_bias: jax.Array | None  # [X, 2, F]
+    down_bias: jax.Array | None  # [X, 1, E]
+    limit: float | None
 
     @property
     def num_experts(self) -> int:
@@ -21,12 +30,28 @@ class Case:
     def expected(self) -> np.ndarray:
         """f64[T, k, E]: each chosen expert's MLP of each token."""
         x, gate_up, down = (np.asarray(a, np.float64) for a in (self.x, self.gate_up, self.down))
+        gate_up_bias, down_bias = (
+            np.zeros((self.num_experts, 1, 1)) if a is None else np.asarray(a, np.float64)
+            for a in (self.gate_up_bias, self.down_bias)
+        )
         out = np.zeros((*self.experts.shape, x.shape[1]))
         for place in np.ndindex(self.experts.shape):
             expert, row = self.experts[place], x[place[0]]
-            gate, up = row @ gate_up[expert, :, 0], row @ gate_up[expert, :, 1]
-            out[place] = (gate / (1 + np.exp(-gate)) * up) @ down[expert, :, 0]
+            gate, up = np.einsum("e,epf->pf", row, gate_up[expert]) + gate_up_bias[expert]
+            if self.limit is None:
+                h = gate / (1 + np.exp(-gate)) * up
+            else:
+                gate = np.minimum(gate, self.limit)
+                h = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -self.limit, self.limit) + 1)
+            out[place] = h @ down[expert, :, 0] + down_bias[expert, 0]
         return out
+
+    def products(self, products: Callable[..., jax.Array], plan: ep.ExpertPlan, **options: Any) -> jax.Array:
+        """[T, k, E]: the same by two calls of a function like `expert_products`."""
+        h = products(
+            self.x[plan.token], self.gate_up, plan, bias=self.gate_up_bias, limit=self.limit, **options
+        )
+        return products(h, self.down, plan, bias=self.down_bias, **options)[plan.position]
 
 
 def make_case(
@@ -38,8 +63,9 @@ def make_case(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     busy: int | None = None,
+    like_gpt_oss: bool = False,
 ) -> Case:
-    """`busy`: only so many experts get anything, all others nothing."""
+    """`busy`: only so many experts get anything, all others nothing; `like_gpt_oss`: with biases and a limit."""
     rng = np.random.default_rng(tokens * 31 + num_experts)
     among = rng.permutation(num_experts)[:busy]
     experts = np.stack([rng.permutation(among)[:per_token] for _ in range(tokens)]).astype(np.int32)
@@ -52,6 +78,9 @@ def make_case(
         normal((tokens, hidden), 1),
         normal((num_experts, hidden, 2, width), hidden),
         normal((num_experts, width, 1, hidden), width),
+        normal((num_experts, 2, width), 1) if like_gpt_oss else None,
+        normal((num_experts, 1, hidden), 1) if like_gpt_oss else None,
+        LIMIT if like_gpt_oss else None,
     )
 
 

@@ -47,31 +47,30 @@ def test_plan(data):
 
 
 @pytest.mark.parametrize("block", [8, 64])
-@pytest.mark.parametrize("busy", [None, 3])
-def test_reference(block, busy):
-    case = make_case(150, 3, 6, busy=busy)
+@pytest.mark.parametrize("options", [{}, {"busy": 3}, {"like_gpt_oss": True}], ids=str)
+def test_reference(block, options):
+    case = make_case(150, 3, 6, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
-    h = ep.expert_products_reference(case.x[plan.token], case.gate_up, plan)
-    out = ep.expert_products_reference(h, case.down, plan)
-    assert relative_error(out[plan.position], case.expected()) < 1e-5
+    out = case.products(ep.expert_products_reference, plan)
+    assert relative_error(out, case.expected()) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("tuning", "case"),
+    ("tuning", "sizes", "like_gpt_oss"),
     [
-        (dataclasses.replace(FEW, num_ctas=2, stages=3), (5, 2, 4, 128, 192)),
-        (dataclasses.replace(FEW, num_ctas=2, stages=2), (80, 1, 2, 64, 64)),
-        (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128)),
+        (dataclasses.replace(FEW, num_ctas=2, stages=3), (5, 2, 4, 128, 192), False),
+        (dataclasses.replace(FEW, num_ctas=2, stages=2), (80, 1, 2, 64, 64), False),
+        (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), False),
+        (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), True),
     ],
-    ids=["few rows", "blocks of one expert", "two warpgroups"],
+    ids=["few rows", "blocks of one expert", "two warpgroups", "biases and a limit"],
 )
-def test_kernel_in_the_interpreter(tuning, case):
-    case = make_case(*case, dtype=jnp.float16)
+def test_kernel_in_the_interpreter(tuning, sizes, like_gpt_oss):
+    case = make_case(*sizes, dtype=jnp.float16, like_gpt_oss=like_gpt_oss)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
-    options = {"tuning": tuning, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-    h = expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, **options)
-    out = expert_products_mosaic_gpu(h, case.down, plan, **options)
-    assert relative_error(out[plan.position], case.expected()) < 2e-3
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = case.products(expert_products_mosaic_gpu, plan, tuning=tuning, interpret=interpret)
+    assert relative_error(out, case.expected()) < 2e-3
     assert not gpu_callbacks.get_races().races_found
 
 
