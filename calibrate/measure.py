@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from models.attention import dense_attend
 from models.config import ModelConfig
 from models.rope import rope_frequencies
+from models.sinks import with_sinks
 from models.transformer import forward
 from tangram_jax.plan import PPM, kept_entries
 from tangram_jax.scorers import ScoreInputs, Scorer
@@ -67,15 +68,21 @@ def calibrate_ratios(
     positions = jnp.arange(n, dtype=jnp.int32)
 
     windowed = dense_attend(positions, config=config)
+    ranked = slice(sinks, n - window)
 
-    def attend(state: list[Array], layer: int, q: Array, k: Array, v: Array) -> tuple[Array, list[Array]]:
+    # Its `sinks` are not positions but logits of the model (`models.sinks`).
+    def attend(
+        state: list[Array], layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, list[Array]]:
         if layer in config.sliding_layers:
-            return windowed(state, layer, q, k, v)
+            return windowed(state, layer, q, k, v, sinks)
         out, lse = causal_attention_with_lse(q, k, v, scale=config.attention_scale)
+        out, lse = with_sinks(out, lse, None if sinks is None else sinks.reshape(-1))
+        out = out.astype(q.dtype)
         scores = _score(q, k, v, lse, scorer=scorer, config=config)
         with jax.named_scope("keep"):
             # Position-major, so that ties do not go to the lower heads; top_k is stable.
-            flat = scores[:, sinks : n - window].T.reshape(-1)
+            flat = scores[:, ranked].T.reshape(-1)
             head = jax.lax.top_k(flat, keep)[1] % config.num_kv_heads
             kept = (head[:, None] == jnp.arange(config.num_kv_heads)).sum(axis=0)
             # An order of scores that are no numbers says nothing, however plausible its shares look.

@@ -22,10 +22,12 @@ def masked_attention(
     v: Float[Array, "S K D"],
     mask: Bool[Array, "T S"],
     scale: float | None = None,
+    sinks: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "T N D"]:
     """Softmax attention with `mask[t, s]` True where query t sees entry s; scores and softmax in float32.
 
     Query head n reads KV head n // G. `scale` is the factor on q.k, None: D ** -0.5. A query that sees nothing gets zeros.
+    `sinks`: logits that join the softmax without a value.
     """
     T, N, D = q.shape
     factor = D**-0.5 if scale is None else scale
@@ -37,8 +39,14 @@ def masked_attention(
         scores = jnp.matmul(q_rows, k[:, head].T, preferred_element_type=jnp.float32) * factor
         scores = jnp.where(mask, scores.reshape(G, T, -1), -jnp.inf)
         peak = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - jnp.where(jnp.isfinite(peak), peak, 0.0))
+        sink = None if sinks is None else sinks[head].astype(jnp.float32)[:, None, None]
+        if sink is not None:
+            peak = jnp.maximum(peak, sink)
+        peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+        weights = jnp.exp(scores - peak)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        if sink is not None:
+            total += jnp.exp(sink - peak)
         weights = weights.reshape(G * T, -1).astype(v.dtype)
         out = jnp.matmul(weights, v[:, head], preferred_element_type=jnp.float32).reshape(G, T, D)
         outs.append(out / jnp.where(total > 0, total, 1.0))
@@ -56,10 +64,11 @@ def causal_attention(
     k_segments: Int[Array, " S"],
     scale: float | None = None,
     window: int | None = None,
+    sinks: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "T N D"]:
     """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`.
 
-    With a `window` only those of the last so many positions, its own included. `scale` as in `masked_attention`.
+    With a `window` only those of the last so many positions, its own included. `scale` and `sinks` as in `masked_attention`.
     """
     T = q.shape[0]
 
@@ -68,7 +77,7 @@ def causal_attention(
         mask = (k_positions <= positions[:, None]) & (k_segments == segments[:, None])
         if window is not None:
             mask &= k_positions > positions[:, None] - window
-        return masked_attention(q_block, k, v, mask, scale)
+        return masked_attention(q_block, k, v, mask, scale, sinks)
 
     if T <= QUERY_BLOCK:
         return block((q, q_positions, q_segments))
@@ -106,10 +115,14 @@ def dense_attend(
     """
     segment_ids = jnp.zeros_like(positions) if segments is None else segments
 
-    def attend(state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return causal_attention(
-            q, k, v, positions, positions, segment_ids, segment_ids, **_of_layer(config, layer)
-        ), state
+    def attend(
+        state: Any, layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
+        of_layer = _of_layer(config, layer)
+        out = causal_attention(
+            q, k, v, positions, positions, segment_ids, segment_ids, sinks=sinks, **of_layer
+        )
+        return out, state
 
     return attend
 
@@ -132,14 +145,17 @@ def cached_attend(positions: Int[Array, " T"], *, config: ModelConfig | None = N
     positions >= max_length are dropped: that is how a caller pads.
     """
 
-    def attend(state: DenseCache, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, DenseCache]:
+    def attend(
+        state: DenseCache, layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, DenseCache]:
         keys, values = state[layer]
         keys = keys.at[positions].set(k.astype(keys.dtype), mode="drop")
         values = values.at[positions].set(v.astype(values.dtype), mode="drop")
         entry_positions = jnp.arange(keys.shape[0], dtype=positions.dtype)
         zeros_t, zeros_s = jnp.zeros_like(positions), jnp.zeros_like(entry_positions)
+        of_layer = _of_layer(config, layer)
         out = causal_attention(
-            q, keys, values, positions, entry_positions, zeros_t, zeros_s, **_of_layer(config, layer)
+            q, keys, values, positions, entry_positions, zeros_t, zeros_s, sinks=sinks, **of_layer
         )
         return out, (*state[:layer], (keys, values), *state[layer + 1 :])
 

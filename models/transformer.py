@@ -23,11 +23,14 @@ from models.rope import rope_tables, rotate
 class Attend(Protocol):
     """Attention of one layer: q[T, N, D], k[T, K, D], v[T, K, D] (q and k after RoPE) -> (out[T, N, D], state).
 
+    Of models with attention sinks it gets `sinks`[K, G] as well, a logit of every query head that has no value.
     `layer` is a Python int. To be traced once for all layers, an implementation jits its inner function and
     passes `layer` as an array.
     """
 
-    def __call__(self, state: Any, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]: ...
+    def __call__(
+        self, state: Any, layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, Any]: ...
 
 
 def rms_norm(

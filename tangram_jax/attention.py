@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from models.sinks import with_sinks
 from tangram_jax import gpu_attention
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -92,18 +93,20 @@ class DecodeAttention:
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
         self._pages = pages
 
-    def __call__(self, layer: int, qkv: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, scale: float, sinks: jax.Array | None = None) -> jax.Array:
         """See `decode_attention`."""
         if self._kernel:
-            return self._kernel(layer, qkv, scale)
-        return decode_attention(qkv, self._pages.of_layer(layer), scale)
+            return self._kernel(layer, qkv, scale, sinks)
+        return decode_attention(qkv, self._pages.of_layer(layer), scale, sinks)
 
 
-def decode_attention(qkv: jax.Array, pages: LayerPages, scale: float) -> jax.Array:
+def decode_attention(
+    qkv: jax.Array, pages: LayerPages, scale: float, sinks: jax.Array | None = None
+) -> jax.Array:
     """One query token of each request over its entries and itself, as XLA operations.
 
     qkv [B, K, G + 2, D]: queries, key and value of the new token (not in the pool yet) -> [B, K, G, D] in float32 or the
-    dtype of qkv.
+    dtype of qkv. `sinks` [K, G]: see `models.sinks`.
     """
     f32 = jnp.float32
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
@@ -117,7 +120,7 @@ def decode_attention(qkv: jax.Array, pages: LayerPages, scale: float) -> jax.Arr
             "bkgs,bksd->bkgd", w.astype(values.dtype), values, preferred_element_type=f32
         ),
     )
-    return state.result()[0]
+    return with_sinks(*state.result(), sinks)[0]
 
 
 class ChunkAttention:
@@ -179,7 +182,7 @@ class WindowAttention:
         if gpu_attention.chunk_supported(q_shape, dtype, pool):
             self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
         """See `window_attention`."""
         if self._on_gpu:
             return self._on_gpu(q, k, v, scale)
@@ -188,15 +191,14 @@ class WindowAttention:
 
 def window_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, scale: float
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """A chunk's queries, each over the `window` last tokens up to its own, as XLA operations.
 
     q [T, K, G, D]; k and v [window - 1 + T, K, D], where `behind` i32[] rows come before that of the first query
-    (`rings.with_history`) -> [T, K, G, D] in float32 or q's dtype. Rows past the chunk's valid tokens give finite values
-    without meaning.
+    (`rings.with_history`) -> as `chunk_attention`.
     """
     tokens, heads, group, head_dim = q.shape
-    outs = []
+    outs, lses = [], []
     for head in range(heads):
         parts = []
         for start in range(0, tokens, QUERY_BLOCK):
@@ -207,10 +209,11 @@ def window_attention(
             scores = _product(q[start:stop, head].reshape(-1, head_dim), keys.T) * scale
             ahead = behind + np.repeat(np.arange(start, stop), group)[:, None] - first
             distance = ahead - lax.iota(jnp.int32, size)
-            weights = jax.nn.softmax(jnp.where((distance >= 0) & (distance < window), scores, NEVER))
-            parts.append(_product(weights.astype(values.dtype), values))
-        outs.append(jnp.concatenate(parts).reshape(tokens, group, head_dim))
-    return jnp.stack(outs, 1)
+            parts.append(_softmax(jnp.where((distance >= 0) & (distance < window), scores, NEVER), values))
+        out, lse = jax.tree.map(lambda *x: jnp.concatenate(x), *parts).result()
+        outs.append(out.reshape(tokens, group, head_dim))
+        lses.append(lse.reshape(tokens, group))
+    return jnp.stack(outs, 1), jnp.stack(lses, 1)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -225,11 +228,15 @@ def _causal(rows: jax.Array, k: jax.Array, v: jax.Array, group: int, scale: floa
         scores = _product(rows[start * group : stop * group], k[:stop].T) * scale
         # Compared by the program: as constants of it, the masks of 8192 tokens take a gigabyte a layer.
         visible = lax.iota(jnp.int32, stop) <= np.repeat(np.arange(start, stop), group)[:, None]
-        scores = jnp.where(visible, scores, NEVER)
-        top = scores.max(-1)
-        weights = jnp.exp(scores - top[:, None])
-        parts.append(Softmax(_product(weights.astype(v.dtype), v[:stop]), top, weights.sum(-1)))
+        parts.append(_softmax(jnp.where(visible, scores, NEVER), v[:stop]))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+def _softmax(scores: jax.Array, values: jax.Array) -> Softmax:
+    """Scores [R, S] and values [S, D] alone."""
+    top = scores.max(-1)
+    weights = jnp.exp(scores - top[:, None])
+    return Softmax(_product(weights.astype(values.dtype), values), top, weights.sum(-1))
 
 
 def _walk_head(rows: jax.Array, pages: LayerPages, head: int, start: Softmax, scale: float) -> Softmax:

@@ -98,29 +98,31 @@ class WindowAttention:
             behind=behind[None],
         ).layer(0)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
         """See `attention.window_attention`."""
         if self._plan is None:
             return window_composition(q, k, v, self._behind, self._window, scale)
-        return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, scale=scale)[0]
+        return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, scale=scale)
 
 
 def window_composition(
     q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, scale: float
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See `attention.window_attention`. cuDNN has queries and keys in step: rows without a query come first."""
     tokens, heads, group, head_dim = q.shape
     rows = jnp.zeros((len(k), heads * group, head_dim), q.dtype)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, q.reshape(tokens, heads * group, head_dim), behind, 0)
-    out = cudnn_attention(
+    out, lse = cudnn_attention(
         rows[None],
         k[None],
         v[None],
         scale=scale,
         mask_type=MaskType.CAUSAL,
         sliding_window_length=window,
+        return_residual=True,
     )
-    return jax.lax.dynamic_slice_in_dim(out[0], behind, tokens, 0).reshape(q.shape)
+    out, lse = (jax.lax.dynamic_slice_in_dim(x, behind, tokens, 0) for x in (out[0], lse[0].T))
+    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
 def chunk_composition(
@@ -202,9 +204,9 @@ class DecodeKernel:
             skip=pages.skip,
         )
 
-    def __call__(self, layer: int, qkv: jax.Array, scale: float) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, scale: float, sinks: jax.Array | None = None) -> jax.Array:
         """See `attention.decode_attention`."""
         out, _ = ragged_decode.ragged_decode(
-            qkv, self._pool, self._plan.layer(layer), scale=scale, has_new=True
+            qkv, self._pool, self._plan.layer(layer), scale=scale, sinks=sinks, has_new=True
         )
         return out

@@ -65,13 +65,15 @@ def step(
     of_chunk = ChunkLayers(plan, config, scorer, cache, chunk, dtype) if chunk else None
     of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype) if decode else None
 
-    def attend(state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def attend(
+        state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         by_head = q.reshape(q.shape[0], *heads)
         out = []
         if of_chunk:
-            out.append(of_chunk(layer, by_head[:size], k[:size], v[:size]))
+            out.append(of_chunk(layer, by_head[:size], k[:size], v[:size], sinks))
         if of_decode:
-            out.append(of_decode(layer, by_head[size:], k[size:], v[size:]))
+            out.append(of_decode(layer, by_head[size:], k[size:], v[size:], sinks))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 

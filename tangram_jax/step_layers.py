@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.sinks import with_sinks
 from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
@@ -72,17 +73,19 @@ class ChunkLayers(_Layers):
             )
         self.kept: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each layer
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]."""
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` [K, G]: see `models.sinks`."""
         k, v = self._finite(k), self._finite(v)
         self.kept.append((k, v))
         scale, number = self._config.attention_scale, self._window_number(layer)
         if number is not None:
             assert self._plan.rings is not None
             keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
-            return self._window_attention(q, keys, values, scale)
+            return with_sinks(*self._window_attention(q, keys, values, scale), sinks)[0]
         number = self._config.full_layers.index(layer)
-        out, lse = self._attention(number, q, k, v, scale)
+        out, lse = with_sinks(*self._attention(number, q, k, v, scale), sinks)
         with jax.named_scope("score"):
             flat = q.reshape(self._size, self._config.num_heads, -1)
             self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
@@ -123,15 +126,17 @@ class DecodeLayers(_Layers):
             self._window_attention = DecodeAttention(shape, dtype, pages)
         self.new: list[jax.Array] = []  # qkv of each layer
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Attention of the tokens' q [B, K, G, D], k and v [B, K, D]: [B, K, G, D]."""
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Attention of the tokens' q [B, K, G, D], k and v [B, K, D]: [B, K, G, D]. `sinks` as for `ChunkLayers`."""
         # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
         qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
         self.new.append(qkv)
-        number = self._window_number(layer)
+        scale, number = self._config.attention_scale, self._window_number(layer)
         if number is not None:
-            return self._window_attention(number, qkv, self._config.attention_scale)
-        return self._attention(self._config.full_layers.index(layer), qkv, self._config.attention_scale)
+            return self._window_attention(number, qkv, scale, sinks)
+        return self._attention(self._config.full_layers.index(layer), qkv, scale, sinks)
 
     def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
         """The cache with the tokens, from `new` of all layers."""
