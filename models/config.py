@@ -9,6 +9,7 @@ from typing import Any
 
 from models.expert_fields import MIXTRAL_DEFAULTS, QWEN3_MOE_DEFAULTS, read_experts
 from models.gemma import GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS, gemma3_fields, gemma3_problems, text_part
+from models.gpt_oss import GPT_OSS, GPT_OSS_DEFAULTS, gpt_oss_fields, gpt_oss_problems, with_rope
 from models.layer_types import is_whole, read_sliding_layers
 from models.rope_scaling import RopeScaling, is_positive, read_rope, read_sliding_rope
 
@@ -29,6 +30,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": MIXTRAL_DEFAULTS,
     "Qwen3MoeForCausalLM": QWEN3_MOE_DEFAULTS,
     **dict.fromkeys(GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS),
+    GPT_OSS: GPT_OSS_DEFAULTS,
 }  # fmt: skip
 
 
@@ -57,7 +59,11 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2, GPT-OSS)
+    attn_out_bias: bool = False  # so has the output projection of attention (GPT-OSS)
+    attention_sinks: bool = (
+        False  # a learnt logit of each query head joins its softmax, with no value (GPT-OSS)
+    )
     qk_norm: bool = False  # queries and keys of each head are RMS-normalised before RoPE (Qwen 3, Gemma 3)
     # A query of one of these layers sees the last `sliding_window` tokens, itself included; of the others every token.
     sliding_window: int | None = None
@@ -74,6 +80,9 @@ class ModelConfig:
     expert_size: int = 0  # hidden width of each
     normalize_experts: bool = True  # the weights of the chosen experts add up to one
     dense_layers: tuple[int, ...] = ()
+    expert_bias: bool = False  # router and experts have biases (GPT-OSS)
+    # The experts' gate and up parts are cut off there, g * sigmoid(1.702 g) * (u + 1) instead of silu(g) * u (GPT-OSS).
+    swiglu_limit: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -98,6 +107,8 @@ class ModelConfig:
             raise ValueError(f"sliding layers need a window of at least 1, got {self.sliding_window}")
         if self.num_experts and self.gelu:
             raise ValueError("experts whose gate is GELU are not supported, only SiLU")
+        if self.swiglu_limit is not None and not (self.num_experts and self.swiglu_limit > 0):
+            raise ValueError(f"swiglu_limit needs experts and must be positive, got {self.swiglu_limit}")
         if self.num_experts and not (
             1 <= self.experts_per_token <= self.num_experts and self.expert_size >= 1
         ):
@@ -146,6 +157,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     )
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
     config = {**ARCHITECTURES.get(architecture, {}), **config}
+    if architecture == GPT_OSS:
+        config = with_rope(config)
     problems = _unsupported(config, architecture)
     if not architecture:
         problems.insert(0, f"architecture {', '.join(architectures)}")
@@ -167,8 +180,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
-            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps, other biases than Qwen 2's "
-            "or quantisation; rope scaling default, linear, llama3 or yarn"
+            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps, biases but Qwen 2's and "
+            "GPT-OSS's, or quantisation but GPT-OSS's mxfp4; rope scaling default, linear, llama3 or yarn"
         )
     _check_numbers(config, name)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
@@ -197,6 +210,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     )
     if architecture in GEMMA3_ARCHITECTURES:
         fields |= gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))
+    if architecture == GPT_OSS:
+        fields |= gpt_oss_fields(float(config["swiglu_limit"]), config["attention_bias"])
     try:
         return ModelConfig(**fields)
     except ValueError as error:
@@ -227,13 +242,15 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
     if not isinstance(config.get("text_config"), Mapping | None):
         problems.append(f"text_config={config['text_config']!r}")
     for flag in ("attention_bias", "mlp_bias"):
-        if config.get(flag) and (flag, architecture) != ("attention_bias", "Qwen2ForCausalLM"):
+        if config.get(flag) and (flag == "mlp_bias" or architecture not in ("Qwen2ForCausalLM", GPT_OSS)):
             problems.append(f"{flag}=true")
     if architecture in GEMMA3_ARCHITECTURES:
         problems += gemma3_problems(config)
     elif config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']}")
-    if config.get("quantization_config"):
+    if architecture == GPT_OSS:
+        problems += gpt_oss_problems(config)
+    elif config.get("quantization_config"):
         problems.append("quantised weights (quantization_config)")
     return problems
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.gpt_oss import GPT_OSS
 from models.layer_types import is_whole
 
 # Their defaults in transformers.
@@ -20,7 +21,7 @@ MIXTRAL_DEFAULTS: dict[str, Any] = {
 
 def read_experts(config: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], list[str]]:
     """(fields of ModelConfig, what is wrong) of a config.json with its defaults filled in; no fields without experts."""
-    if architecture == "MixtralForCausalLM":
+    if architecture in ("MixtralForCausalLM", GPT_OSS):
         sizes = {"expert_size": "intermediate_size"}
     elif architecture == "Qwen3MoeForCausalLM":
         sizes = {"expert_size": "moe_intermediate_size"}
@@ -34,7 +35,7 @@ def read_experts(config: Mapping[str, Any], architecture: str) -> tuple[dict[str
     if wrong or problems:
         return {}, wrong + problems
     fields: dict[str, Any] = {field: config[name] for field, name in names.items()}
-    fields["normalize_experts"] = architecture == "MixtralForCausalLM" or bool(config["norm_topk_prob"])
+    fields["normalize_experts"] = architecture != "Qwen3MoeForCausalLM" or bool(config["norm_topk_prob"])
     return fields | {"dense_layers": layers}, []
 
 

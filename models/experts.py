@@ -63,9 +63,17 @@ def expert_mlp(
     num_experts, count = config.num_experts, config.experts_per_token
     with jax.named_scope("route"):
         logits = jnp.matmul(x, layer_params["router"], preferred_element_type=jnp.float32)
+        if config.expert_bias:
+            logits += layer_params["router_bias"].astype(jnp.float32)
         experts = likeliest(logits, count)
         routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"][:, :, None]
+    gate_up_bias, down_bias = None, None
+    if config.expert_bias:
+        gate_up_bias, down_bias = (
+            layer_params["expert_gate_up_bias"],
+            layer_params["expert_down_bias"][:, None],
+        )
     rows = x.shape[0] * count
     tuning = ep.tuning_for(rows, num_experts)
     kernel = _has_kernel(x, gate_up, down)
@@ -75,11 +83,12 @@ def expert_mlp(
         plan = ep.plan_experts(routed, num_experts, block)
         h = x[plan.token]
     with jax.named_scope("experts"):
-        for matrices in (gate_up, down):
+        steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
+        for matrices, bias, limit in steps:
             if kernel:
-                h = ep.expert_products(h, matrices, plan, tuning=tuning)
+                h = ep.expert_products(h, matrices, plan, tuning=tuning, bias=bias, limit=limit)
             else:
-                h = ep.expert_products_reference(h, matrices, plan)
+                h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
         weights = expert_weights(logits, experts, config.normalize_experts)
         # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.

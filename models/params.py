@@ -49,8 +49,9 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     `qkv[:, k]` holds the G query heads of KV head k, then its key head, then its value head, so that the one
     axis "kv_heads" shards queries, keys and values alike. `gate_up[:, 0]` is the gate, `gate_up[:, 1]` the up part.
     Where the model has them, `qkv_bias` belongs to `qkv`, `q_norm` and `k_norm` are weights for every head alike, and
-    `attn_post_norm` and `mlp_post_norm` normalise what attention and MLP give before it is added. A mixture of experts
-    has a `router` and the weights of all experts instead of one MLP's.
+    `attn_post_norm` and `mlp_post_norm` normalise what attention and MLP give before it is added. `sinks[k, g]` is the
+    logit that joins the softmax of query head g of KV head k. A mixture of experts has a `router` and the weights of all
+    experts instead of one MLP's, and biases to each of them where the model has these.
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
@@ -67,6 +68,12 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
             "expert_gate_up": ParamSpec((X, E, 2, F), (None, "embed", None, "mlp"), E),
             "expert_down": ParamSpec((X, F, E), (None, "mlp", "embed"), F),
         }
+        if config.expert_bias:
+            specs |= {
+                "router_bias": ParamSpec((X,), (None,), E),
+                "expert_gate_up_bias": ParamSpec((X, 2, F), (None, None, "mlp"), E),
+                "expert_down_bias": ParamSpec((X, E), (None, "embed"), F),
+            }
     else:
         specs |= {
             "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
@@ -74,6 +81,10 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
         }
     if config.qkv_bias:
         specs["qkv_bias"] = ParamSpec((K, G + 2, D), ("kv_heads", None, "head_dim"), E)
+    if config.attn_out_bias:
+        specs["attn_out_bias"] = ParamSpec((E,), ("embed",), N * D)
+    if config.attention_sinks:
+        specs["sinks"] = ParamSpec((K, G), ("kv_heads", None), 1)
     if config.qk_norm:
         specs |= {name: ParamSpec((D,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
     if config.post_norms:

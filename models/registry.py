@@ -65,7 +65,7 @@ SHORT_NAMES: dict[str, WheelModel] = {
 # Of Gemma those tuned for conversations; the base models have "pt" for "it".
 HUB_NAMES: dict[str, str] = {
     f"gemma-3-{size}": f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")
-}
+} | {f"gpt-oss-{size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")}
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
@@ -124,9 +124,10 @@ def load_model(
 
 
 def _check_dtype(config: ModelConfig, dtype: DTypeLike) -> None:
-    if config.post_norms and jnp.dtype(dtype) == jnp.float16:
+    wide = "Gemma 3" if config.post_norms else "GPT-OSS" if config.swiglu_limit is not None else None
+    if wide and jnp.dtype(dtype) == jnp.float16:
         raise UnsupportedModelError(
-            f"{config.name}: the activations of Gemma 3 go beyond the range of float16, take bfloat16 or float32"
+            f"{config.name}: the activations of {wide} go beyond the range of float16, take bfloat16 or float32"
         )
 
 

@@ -137,6 +137,8 @@ def pad_heads(
         attn_out = layer["attn_out"].reshape(K, G, D, E)
         attn_out = jnp.pad(attn_out, ((0, more_heads), (0, more_queries), (0, 0), (0, 0)))
         projections = {name: pad_projection(layer[name]) for name in ("qkv", "qkv_bias") if name in layer}
+        if "sinks" in layer:
+            projections["sinks"] = jnp.pad(layer["sinks"], ((0, more_heads), (0, more_queries)))
         return {
             **layer,
             **projections,

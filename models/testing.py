@@ -1,4 +1,4 @@
-"""A tiny Llama, a tiny Gemma 3 and a byte-level tokenizer, so that tests and examples download nothing."""
+"""A tiny Llama, Gemma 3 and GPT-OSS and a byte-level tokenizer, so that tests and examples download nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from models.attention import DenseCache, cached_attend, init_dense_cache
 from models.config import ModelConfig, RopeScaling
 from models.gemma import gemma3_fields
+from models.gpt_oss import gpt_oss_fields
 from models.params import Params, init_params
 from models.transformer import forward
 
@@ -58,6 +59,22 @@ def tiny_gemma_config(**changes: Any) -> ModelConfig:
         "sliding_rope_theta": 500.0,
         "rope_scaling": RopeScaling(kind="linear", factor=8.0),
         **gemma3_fields(hidden_size=64, query_scale=float(24**-0.5)),
+    }
+    return tiny_config(**(fields | changes))
+
+
+def tiny_gpt_oss_config(**changes: Any) -> ModelConfig:
+    """As `tiny_config` with everything of GPT-OSS: layers 0 and 2 see 24 tokens, 1 and 3 all; four experts, two a token."""
+    fields: dict[str, Any] = {
+        "name": "tiny-gpt-oss",
+        "sliding_window": 24,
+        "sliding_layers": (0, 2),
+        "rope_scaling": RopeScaling.yarn(4.0, 64, beta_fast=8.0, truncate=False),
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_size": 96,
+        "tie_embeddings": False,
+        **gpt_oss_fields(swiglu_limit=1.5),  # small enough to cut something off
     }
     return tiny_config(**(fields | changes))
 

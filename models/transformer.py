@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family (Mistral, Qwen, Gemma 3) as a pure function that takes attention as an argument.
+"""The forward pass of the Llama family (Mistral, Qwen, Gemma 3, GPT-OSS), which takes attention as an argument.
 
 Tokens are flat (no batch axis), so the chunk and decode tokens of one engine step share the matrix products. The
 model does not know about caches: it calls `attend` once per layer and threads its state through.
@@ -81,6 +81,8 @@ def _after_attention(
         # A product that contracts two axes at once copies the weights on a CPU (20 ms instead of 1.2 ms a token).
         w_out = layer_params["attn_out"].reshape(-1, x.shape[1])
         h = attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
+        if config.attn_out_bias:
+            h = h + layer_params["attn_out_bias"]
         if config.post_norms:
             h = _norm(h, layer_params["attn_post_norm"], config)
         x = x + h
@@ -143,7 +145,10 @@ def forward(
             cos, sin = sliding_rope if layer in config.sliding_layers else rope
             q, k, v = _attention_inputs(layer_params, x, cos, sin, config)
             with jax.named_scope("attend"):
-                attended, state = attend(state, layer, q, k, v)
+                if config.attention_sinks:
+                    attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
+                else:
+                    attended, state = attend(state, layer, q, k, v)
             x = _after_attention(layer_params, x, attended, there, config)
     if logits_at is not None:
         x = x[logits_at]

@@ -20,8 +20,10 @@ import torch
 from make_golden_texts import MESSAGES, PIECE_TEXTS, TEXTS
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = {
@@ -71,6 +73,16 @@ QWEN3_MOE = {
     "rope_parameters": DEFAULT_ROPE,
 }
 MIXTRAL = {"num_local_experts": 4, "rope_parameters": DEFAULT_ROPE}
+GPT_OSS = {
+    "num_hidden_layers": 3,  # the second sees every token
+    "intermediate_size": 64,  # MXFP4 has blocks of 32
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "swiglu_limit": 2.0,  # small enough to cut something off
+    "tie_word_embeddings": False,
+    "rope_parameters": YARN_ROPE | {"beta_fast": 8.0, "truncate": False},
+}
 VARIANTS = {  # name: type of the model, fields
     "tiny_tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_untied_llama3": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE}),
@@ -79,6 +91,7 @@ VARIANTS = {  # name: type of the model, fields
     "tiny_gemma3": ("gemma3_text", GEMMA3),
     "tiny_qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "tiny_mixtral": ("mixtral", MIXTRAL),
+    "tiny_gpt_oss": ("gpt_oss", GPT_OSS),
     "tiny_qwen3_yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
 }
 
@@ -90,8 +103,10 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
         for parameter_name, parameter in model.named_parameters():
             # Norms other than one, and weights large enough that attention is far from uniform.
             parameter.normal_(1.0 if "norm" in parameter_name else 0.0, 0.3)
+            if parameter_name.endswith("sinks"):  # large enough to take a share beside a window of scores
+                parameter.normal_(2.0, 1.0)
     saved = model
-    if kind in ("gemma3_text", "qwen3_moe", "mixtral"):
+    if kind in ("gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"):
         # Many weights: stored in 16 bits, to which the weights are rounded before the logits.
         with torch.no_grad():
             for parameter in model.parameters():
@@ -103,6 +118,16 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
     np.savez_compressed(GOLDEN / f"{name}.npz", tokens=tokens.numpy().astype(np.int32), logits=logits.numpy())
+
+
+def make_mxfp4() -> None:
+    """Random blocks with the scales that models have, and what transformers makes of them: [X, C, R] in bfloat16."""
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (2, 6, 3, 16), np.uint8)
+    blocks[0, 0, 0] = np.arange(16) * 17  # every value
+    scales = random.integers(110, 130, (2, 6, 3), np.uint8)
+    values = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    np.savez_compressed(GOLDEN / "mxfp4.npz", blocks=blocks, scales=scales, values=values.float().numpy())
 
 
 YARNS = (  # fields of rope_parameters
@@ -213,6 +238,51 @@ def make_gemma3_configs() -> None:
     (GOLDEN / "gemma3_configs.json").write_text(json.dumps(found) + "\n")
 
 
+GPT_OSS_CONFIGS = (  # 20B as published, all left to the defaults, and RoPE as transformers 4 and 5 write it
+    {
+        "num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4, "head_dim": 64, "sliding_window": 128,
+        "initial_context_length": 4096, "max_position_embeddings": 131072, "rope_theta": 150000, "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    {},
+    {"rope_scaling": {"factor": 16.0, "rope_type": "yarn", "original_max_position_embeddings": 4096}},
+    {
+        "num_hidden_layers": 3, "sliding_window": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
+)  # fmt: skip
+
+
+def make_gpt_oss_configs() -> None:
+    """What transformers makes of them: its fields, inverse frequencies and attention factor."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "layer_types")
+    names += (
+        "num_local_experts",
+        "num_experts_per_tok",
+        "swiglu_limit",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    )
+    found = []
+    for given in GPT_OSS_CONFIGS:
+        config = AutoConfig.for_model("gpt_oss", **copy.deepcopy(given))
+        rope = GptOssRotaryEmbedding(config)
+        found.append(
+            {
+                "given": given,
+                "fields": {name: getattr(config, name) for name in names},
+                "inv_freq": rope.inv_freq.tolist(),
+                "attention_factor": rope.attention_scaling,
+            }
+        )
+    (GOLDEN / "gpt_oss_configs.json").write_text(json.dumps(found) + "\n")
+
+
 def make_sentencepiece() -> None:
     """Small SentencePiece vocabularies, with the settings of Gemma's and of Llama 2's, and what they make of texts."""
     texts = sorted((Path(__file__).parents[2] / "calibrate" / "texts" / "calibration").glob("*.txt"))
@@ -292,9 +362,11 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for variant, (model_type, variant_changes) in VARIANTS.items():
         make_tiny(variant, model_type, variant_changes)
+    make_mxfp4()
     make_yarn()
     make_gemma3_images()
     make_gemma3_configs()
+    make_gpt_oss_configs()
     make_sentencepiece()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf.resolve())

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from models.attention import dense_attend
+from models.gpt_oss import gpt_oss_fields
 from models.params import map_specs, num_parameters, param_specs
 from models.sharding import (
     LOGICAL_AXES,
@@ -77,7 +78,7 @@ def test_bytes_per_device():
 
 
 def test_padding_nine_over_three_to_twenty_four_over_eight():
-    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True)
+    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True, attention_sinks=True)
     params = random_params(config)
     padded, padded_config = pad_heads(params, config, 24, 8)
     assert (padded_config.num_heads, padded_config.num_kv_heads, padded_config.group_size) == (24, 8, 3)
@@ -107,7 +108,7 @@ def test_padding_cannot_remove_heads():
 def check_sharded_logits() -> None:
     """Run in a process with 8 simulated devices: padded and sharded over 2, 4 and 8, the logits are the same."""
     experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 48, "dense_layers": (0, 2)}
-    config = tiny_config(num_heads=9, num_kv_heads=3, qkv_bias=True, qk_norm=True, **experts)
+    config = tiny_config(num_heads=9, num_kv_heads=3, qk_norm=True, **experts, **gpt_oss_fields(1.5))
     params = random_params(config)
     expected = np.asarray(logits_of(params, config))
     padded, padded_config = pad_heads(params, config, 24, 8)
@@ -115,8 +116,10 @@ def check_sharded_logits() -> None:
         sharded = shard_params(padded, tensor_mesh(size), TENSOR_PARALLEL, config=padded_config)
         qkv = sharded["layers"][0]["qkv"]
         assert qkv.sharding.shard_shape(qkv.shape) == (64, 8 // size, 5, 16)
-        down = sharded["layers"][1]["expert_down"]
-        assert down.sharding.shard_shape(down.shape) == (4, 48 // size, 64)
+        layer = sharded["layers"][1]
+        shards = {name: x.sharding.shard_shape(x.shape) for name, x in layer.items()}
+        assert shards["expert_down"] == (4, 48 // size, 64)
+        assert shards["expert_gate_up_bias"] == (4, 2, 48 // size) and shards["sinks"] == (8 // size, 3)
         np.testing.assert_allclose(logits_of(sharded, padded_config), expected, atol=2e-5)
 
 
