@@ -1,6 +1,6 @@
 """GGUF files of the Llama family: configuration and tensors (dequantised).
 
-Not supported: sliding windows but Gemma 3's, images.
+Not supported: sliding windows but Gemma 3's and GPT-OSS's, images.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
 from models.gemma import gemma3_fields
 from models.gguf_tokenizer import read_tokenizer
+from models.gpt_oss import gpt_oss_fields
 from models.layer_types import is_whole
+from models.mxfp4 import Mxfp4
 from models.rope_scaling import yarn_attention_factor
 from models.tokenizer import Tokenizer
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt-oss")
+# Of those with sliding windows, every so-manieth layer sees every token unless the file says otherwise.
+_PATTERNS = {"gemma3": 6, "gpt-oss": 2}
 # Numbers of layers of Gemma 3 27B, whose scale of the scores the files do not have.
 _GEMMA3_27B = 62
 
@@ -48,9 +52,11 @@ class GGUFFile:
         """Shapes [out, in] by name (GGUF itself lists dimensions in reverse)."""
         return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, dequantised to float32."""
+    def read(self, name: str) -> np.ndarray | Mxfp4:
+        """One tensor, dequantised to float32 unless it has all experts' weights in MXFP4."""
         tensor = self._tensors[name]
+        if tensor.tensor_type == GGMLQuantizationType.MXFP4 and name.endswith("_exps.weight"):
+            return Mxfp4.from_gguf(tensor.data)
         try:
             x = dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes_of(name))
         except NotImplementedError as error:
@@ -81,14 +87,14 @@ class GGUFFile:
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         }
-        if architecture != "gemma3":
+        if architecture not in _PATTERNS:
             features["attention.sliding_window"] = "sliding window"
         problems += [text for key, text in features.items() if self.field(f"{architecture}.{key}")]
         if problems:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "
                 "the architectures llama (Llama, SmolLM2, Mistral without sliding window, Mixtral), qwen2, qwen3, "
-                "qwen3moe and gemma3"
+                "qwen3moe, gemma3 and gpt-oss"
             )
         get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
@@ -106,11 +112,18 @@ class GGUFFile:
         scaling = self._rope_scaling()
         positions = int(get("context_length"))
         num_layers = int(get("block_count"))
-        special: dict[str, Any] = {"qk_norm": architecture in ("qwen3", "qwen3moe")} | self._experts()
+        special: dict[str, Any] = {
+            "qk_norm": architecture in ("qwen3", "qwen3moe"),
+            "qkv_bias": architecture == "qwen2",
+            **self._experts(),
+            **self._windows(num_layers),
+        }
         if architecture == "gemma3":
             # As llama.cpp, which knows the largest model by its layers.
             head_share = hidden_size // num_heads if num_layers == _GEMMA3_27B else head_dim
-            special = gemma3_fields(hidden_size, float(head_share**-0.5)) | self._gemma3_windows(num_layers)
+            special |= gemma3_fields(hidden_size, float(head_share**-0.5))
+        if architecture == "gpt-oss":
+            special |= gpt_oss_fields()
         return ModelConfig(
             name=name,
             vocab_size=self.shapes_of("token_embd.weight")[0],
@@ -125,7 +138,6 @@ class GGUFFile:
             rope_scaling=scaling,
             norm_eps=float(get("attention.layer_norm_rms_epsilon")),
             tie_embeddings="output.weight" not in self._tensors,
-            qkv_bias=architecture == "qwen2",
             bos_token_id=self.field("tokenizer.ggml.bos_token_id"),
             eos_token_ids=() if eos is None else (int(eos),),
             **special,
@@ -135,7 +147,7 @@ class GGUFFile:
         """Fields of a mixture of experts: in every layer, the weights of the chosen ones add up to one, as in llama.cpp."""
         architecture = self._architecture
         count = self.field(f"{architecture}.expert_count", 0)
-        if not count or architecture not in ("llama", "qwen3moe"):
+        if not count or architecture not in ("llama", "qwen3moe", "gpt-oss"):
             return {}
         # Mixtral's files call it the size of the MLP, as its configuration does.
         size = self.field(f"{architecture}.expert_feed_forward_length") or self._required(
@@ -144,13 +156,22 @@ class GGUFFile:
         per_token = self._required(architecture, "expert_used_count")
         return {"num_experts": int(count), "experts_per_token": int(per_token), "expert_size": int(size)}
 
-    def _gemma3_windows(self, num_layers: int) -> dict[str, Any]:
-        """Fields of the sliding layers: the base is 10000 and every sixth layer sees all unless the file says otherwise."""
-        window = self.field("gemma3.attention.sliding_window", 0)
-        if not window:
+    def _windows(self, num_layers: int) -> dict[str, Any]:
+        """Fields of the sliding layers. Gemma 3's have a base of RoPE of their own, 10000 unless the file says otherwise."""
+        architecture = self._architecture
+        window = self.field(f"{architecture}.attention.sliding_window", 0)
+        if architecture not in _PATTERNS or not window:
             return {}
-        pattern = self.field("gemma3.attention.sliding_window_pattern", 6)
-        theta = self.field("gemma3.rope.freq_base_swa", 10000.0)
+        pattern = self.field(f"{architecture}.attention.sliding_window_pattern", _PATTERNS[architecture])
+        theta = self.field(f"{architecture}.rope.freq_base_swa")
+        if architecture == "gemma3":
+            theta = 10000.0 if theta is None else theta
+        elif theta not in (None, self.field(f"{architecture}.rope.freq_base", 10000.0)):
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: rope.freq_base_swa {theta} other than rope.freq_base not supported"
+            )
+        else:
+            theta = None
         if isinstance(pattern, list) and len(pattern) == num_layers:
             layers = tuple(i for i, slides in enumerate(pattern) if slides)
         elif is_whole(pattern):
@@ -165,7 +186,11 @@ class GGUFFile:
                 f"cannot load {self.path}: sliding window in every layer not supported (nothing of the cache would be "
                 "compressed)"
             )
-        return {"sliding_window": int(window), "sliding_layers": layers, "sliding_rope_theta": float(theta)}
+        return {
+            "sliding_window": int(window),
+            "sliding_layers": layers,
+            "sliding_rope_theta": None if theta is None else float(theta),
+        }
 
     def _required(self, architecture: str, key: str) -> Any:
         value = self.field(f"{architecture}.{key}")
@@ -214,7 +239,9 @@ class GGUFFile:
         context = int(self._required(self._architecture, "context_length"))
         original = int(self.field(f"{scaling}.original_context_length", 0)) or context
         attention = yarn_attention_factor(factor) * float(self.field(f"{scaling}.attn_factor", 1.0))
-        return RopeScaling.yarn(factor, original, attention_factor=attention)
+        # The files do not say it, and llama.cpp begins and ends every blend at whole dimensions; the model was trained so.
+        truncate = self._architecture != "gpt-oss"
+        return RopeScaling.yarn(factor, original, attention_factor=attention, truncate=truncate)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""

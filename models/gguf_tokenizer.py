@@ -23,6 +23,18 @@ _LLAMA3_PATTERN = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+# A word begins anew at a capital letter after small ones, and has its contraction.
+_CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_GPT4O_PATTERN = "|".join(
+    (
+        *(
+            rf"[^\r\n\p{{L}}\p{{N}}]?{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            for letters in (rf"[{_CAPITALS}]*[{_SMALL}]+", rf"[{_CAPITALS}]+[{_SMALL}]*")
+        ),
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_PATTERNS = {**dict.fromkeys(_LLAMA3, _LLAMA3_PATTERN), "qwen2": _QWEN2_PATTERN, "gpt-4o": _GPT4O_PATTERN}
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
@@ -144,12 +156,12 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    if pre in _LLAMA3 or pre == "qwen2":
-        pattern = _QWEN2_PATTERN if pre == "qwen2" else _LLAMA3_PATTERN
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    if pre in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated")
         return pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
     raise UnsupportedModelError(
-        f"cannot load the tokenizer of {path}: pre-tokenizer {pre!r} not supported, only smollm, llama-bpe, qwen2, gpt-2"
+        f"cannot load the tokenizer of {path}: pre-tokenizer {pre!r} not supported, only smollm, llama-bpe, qwen2, "
+        "gpt-4o, gpt-2"
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 # Tokens that end a turn or a text. Those in the vocabulary stop generation besides the model's own list.
 END_TOKENS = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<end_of_turn>",
+    "<|return|>", "<|call|>",
 )  # fmt: skip
 
 

@@ -33,10 +33,11 @@ def write_gguf(
     texts=None,
     flags=None,
     pieces=None,
+    mxfp4=False,
 ):
     """The tiny checkpoint as llama.cpp would write it; q/k of Llama permuted, names mapped, Gemma's offset in its norms.
 
-    With the tiny tokenizer, or a SentencePiece one: `pieces` are (token, score, type).
+    With the tiny tokenizer, or a SentencePiece one: `pieces` are (token, score, type). `mxfp4`: the experts are stored so.
     """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_positions)
@@ -83,14 +84,24 @@ def write_gguf(
             "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm",
         }  # fmt: skip
-    for name, x in with_stacked_experts(source.tensors).items():
+    if architecture == "gpt-oss":
+        table |= {
+            "self_attn.sinks": "attn_sinks.weight", "mlp.router": "ffn_gate_inp",
+            "post_attention_layernorm": "post_attention_norm",
+        }  # fmt: skip
+    for name, x in with_stacked_experts(with_parted_experts(source.tensors)).items():
         if architecture == "gemma3" and name.endswith("norm.weight"):
             x = x.astype(np.float32) + 1
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             x = permute_rope(x, config.num_heads if "q_proj" in name else config.num_kv_heads)
         for huggingface, short in table.items():
             name = name.replace(huggingface, short)
-        writer.add_tensor(name, np.ascontiguousarray(x.astype(np.float32) * np.float32(scale)))
+        x = np.ascontiguousarray(x.astype(np.float32) * np.float32(scale))
+        if mxfp4 and name.endswith("_exps.weight"):
+            kind = gguf.GGMLQuantizationType.MXFP4
+            writer.add_tensor(name, gguf.quants.quantize(x, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, x)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, np.float32))
     writer.write_header_to_file()
@@ -121,6 +132,22 @@ def with_stacked_experts(tensors):
             router = re.sub(r"\.(mlp|block_sparse_moe)\.gate\.", ".ffn_gate_inp.", name)
             others[router] = x
     return others | {name: np.stack([stack[i] for i in range(len(stack))]) for name, stack in experts.items()}
+
+
+def with_parted_experts(tensors):
+    """GPT-OSS's experts [X, in, out] with gate and up in turn, as GGUF files have them: [X, out, in], by themselves."""
+    found = {}
+    for name, x in tensors.items():
+        layer = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?$", name)
+        if not layer:
+            found[name] = x
+            continue
+        number, kind, bias = layer.groups()
+        parts = {"down": x} if kind == "down" else {"gate": x[..., ::2], "up": x[..., 1::2]}
+        for part, values in parts.items():
+            stem = f"blk.{number}.ffn_{part}_exps"
+            found[f"{stem}.bias" if bias else f"{stem}.weight"] = values if bias else values.swapaxes(1, 2)
+    return found
 
 
 def with_tiny_vocabulary(source, config):

@@ -174,6 +174,9 @@ def test_pre_tokenizers_split_as_llama_cpp_does():
     assert split("smollm", "it's 1234½") == ["it", "'s", "Ġ", "1", "2", "3", "4", "Â½"]
     assert split("gpt-2", "it's 1234") == ["it", "'s", "Ġ1234"]
     assert split("llama-bpe", "IT'S 1234\n\nx") == ["IT", "'S", "Ġ", "123", "4", "ĊĊ", "x"]
+    assert split("gpt-4o", "HelloWORLD IT'S a/b//\n 1234 don'T") == [
+        "Hello", "WORLD", "ĠIT'S", "Ġa", "/b", "//Ċ", "Ġ", "123", "4", "Ġdon'T",
+    ]  # fmt: skip
     assert split("qwen2", "IT'S 12\n\nx") == ["IT", "'S", "Ġ", "1", "2", "ĊĊ", "x"]
 
 
