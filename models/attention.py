@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from models.config import ModelConfig
-from models.transformer import Attend
+from models.transformer import Attend, soft_cap
 
 QUERY_BLOCK = 512  # queries scored at a time, which bounds the score matrix at [N, 512, S]
 
@@ -23,11 +23,12 @@ def masked_attention(
     mask: Bool[Array, "T S"],
     scale: float | None = None,
     sinks: Float[Array, "K G"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "T N D"]:
     """Softmax attention with `mask[t, s]` True where query t sees entry s; scores and softmax in float32.
 
     Query head n reads KV head n // G. `scale` is the factor on q.k, None: D ** -0.5. A query that sees nothing gets zeros.
-    `sinks`: logits that join the softmax without a value.
+    `sinks`: logits that join the softmax without a value. `cap`: no score gets beyond it (`models.transformer.soft_cap`).
     """
     T, N, D = q.shape
     factor = D**-0.5 if scale is None else scale
@@ -37,6 +38,8 @@ def masked_attention(
     for head in range(K):  # plain matrix products: a batched one takes twice as long on a CPU
         q_rows = q[:, head * G : (head + 1) * G].swapaxes(0, 1).reshape(G * T, D)
         scores = jnp.matmul(q_rows, k[:, head].T, preferred_element_type=jnp.float32) * factor
+        if cap is not None:
+            scores = soft_cap(scores, cap)
         scores = jnp.where(mask, scores.reshape(G, T, -1), -jnp.inf)
         peak = jnp.max(scores, axis=-1, keepdims=True)
         sink = None if sinks is None else sinks[head].astype(jnp.float32)[:, None, None]
@@ -53,7 +56,7 @@ def masked_attention(
     return jnp.concatenate(outs).swapaxes(0, 1).astype(q.dtype)
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))
+@partial(jax.jit, static_argnames=("scale", "window", "cap"))
 def causal_attention(
     q: Float[Array, "T N D"],
     k: Float[Array, "S K D"],
@@ -65,10 +68,12 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Float[Array, "K G"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "T N D"]:
     """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`.
 
-    With a `window` only those of the last so many positions, its own included. `scale` and `sinks` as in `masked_attention`.
+    With a `window` only those of the last so many positions, its own included. `scale`, `sinks` and `cap` as in
+    `masked_attention`.
     """
     T = q.shape[0]
 
@@ -77,7 +82,7 @@ def causal_attention(
         mask = (k_positions <= positions[:, None]) & (k_segments == segments[:, None])
         if window is not None:
             mask &= k_positions > positions[:, None] - window
-        return masked_attention(q_block, k, v, mask, scale, sinks)
+        return masked_attention(q_block, k, v, mask, scale, sinks, cap)
 
     if T <= QUERY_BLOCK:
         return block((q, q_positions, q_segments))
@@ -92,11 +97,11 @@ def causal_attention(
 
 
 def _of_layer(config: ModelConfig | None, layer: int) -> dict[str, Any]:
-    """Scale and window of a layer, as `causal_attention` takes them."""
+    """Scale, window and soft cap of a layer, as `causal_attention` takes them."""
     if config is None:
         return {}
     window = config.sliding_window if layer in config.sliding_layers else None
-    return {"scale": config.query_scale, "window": window}
+    return {"scale": config.query_scale, "window": window, "cap": config.attention_soft_cap}
 
 
 def dense_attend(
@@ -111,7 +116,7 @@ def dense_attend(
       positions: true positions i32[T]; a token sees those at its position or before.
       segments: i32[T], tokens of different segments (sequences packed in one call) do not see each other.
         None: one sequence.
-      config: needed for a model with sliding layers or a scale of its own.
+      config: needed for a model with sliding layers, or a scale or soft cap of its own.
     """
     segment_ids = jnp.zeros_like(positions) if segments is None else segments
 

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.expert_fields import MIXTRAL_DEFAULTS, QWEN3_MOE_DEFAULTS, read_experts
-from models.gemma import GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS, gemma3_fields, gemma3_problems, text_part
+from models.gemma import (
+    GEMMA2,
+    GEMMA2_DEFAULTS,
+    GEMMA3_ARCHITECTURES,
+    GEMMA3_DEFAULTS,
+    gemma2_fields,
+    gemma3_fields,
+    gemma_problems,
+    text_part,
+)
 from models.gpt_oss import GPT_OSS, GPT_OSS_DEFAULTS, gpt_oss_fields, gpt_oss_problems, with_rope
 from models.layer_types import is_whole, read_sliding_layers
 from models.rope_scaling import RopeScaling, is_positive, read_rope, read_sliding_rope
@@ -29,6 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "MixtralForCausalLM": MIXTRAL_DEFAULTS,
     "Qwen3MoeForCausalLM": QWEN3_MOE_DEFAULTS,
+    GEMMA2: GEMMA2_DEFAULTS,
     **dict.fromkeys(GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS),
     GPT_OSS: GPT_OSS_DEFAULTS,
 }  # fmt: skip
@@ -70,8 +80,10 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
     sliding_rope_theta: float | None = None  # their RoPE base, never scaled; None: as in the others
     query_scale: float | None = None  # factor on q.k; None: D ** -0.5
+    attention_soft_cap: float | None = None  # scores are cap * tanh(score / cap) (Gemma 2)
+    logits_soft_cap: float | None = None  # and so are the model's logits
     norm_offset: float = 0.0  # added to the weights of all norms (Gemma: 1)
-    post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma 3)
+    post_norms: bool = False  # what attention and MLP give is normalised before it is added (Gemma)
     embed_scale: float = 1.0  # factor on the embeddings, rounded to their dtype (Gemma: E ** 0.5)
     gelu: bool = False  # the MLP's gate is GELU (tanh approximation) instead of SiLU
     # A mixture of experts: X of them in every layer but `dense_layers`, k of which each token goes through.
@@ -116,6 +128,10 @@ class ModelConfig:
                 f"expected 1 to {self.num_experts} experts a token of a size of at least 1, got {self.experts_per_token} "
                 f"of size {self.expert_size}"
             )
+        for name in ("attention_soft_cap", "logits_soft_cap"):
+            cap = getattr(self, name)
+            if cap is not None and not cap > 0:
+                raise ValueError(f"{name} must be positive or None, got {cap}")
         if list(self.sliding_layers) != sorted(set(self.sliding_layers) & set(range(self.num_layers))):
             raise ValueError(
                 f"sliding_layers must be ascending numbers below {self.num_layers}, got {self.sliding_layers}"
@@ -180,8 +196,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
-            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps, biases but Qwen 2's and "
-            "GPT-OSS's, or quantisation but GPT-OSS's mxfp4; rope scaling default, linear, llama3 or yarn"
+            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps but Gemma 2's, biases but "
+            "Qwen 2's and GPT-OSS's, or quantisation but GPT-OSS's mxfp4; rope scaling default, linear, llama3 or yarn"
         )
     _check_numbers(config, name)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
@@ -210,12 +226,28 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     )
     if architecture in GEMMA3_ARCHITECTURES:
         fields |= gemma3_fields(hidden_size, float(config["query_pre_attn_scalar"] ** -0.5))
+    if architecture == GEMMA2:
+        fields |= gemma2_fields(
+            hidden_size,
+            float(config["query_pre_attn_scalar"] ** -0.5),
+            config["attn_logit_softcapping"],
+            config["final_logit_softcapping"],
+        )
     if architecture == GPT_OSS:
         fields |= gpt_oss_fields(float(config["swiglu_limit"]), config["attention_bias"])
     try:
         return ModelConfig(**fields)
     except ValueError as error:
         raise UnsupportedModelError(f"cannot load {name}: {error}") from error
+
+
+def check_served(config: ModelConfig) -> None:
+    """Raises UnsupportedModelError for what `models` knows of and the engine does not."""
+    if config.attention_soft_cap is not None:
+        raise UnsupportedModelError(
+            f"cannot serve {config.name}: a soft cap on the scores of attention (attn_logit_softcapping="
+            f"{config.attention_soft_cap}, Gemma 2) is not supported yet. Take Gemma 3, which has none"
+        )
 
 
 def _check_numbers(config: Mapping[str, Any], name: str) -> None:
@@ -244,8 +276,8 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag) and (flag == "mlp_bias" or architecture not in ("Qwen2ForCausalLM", GPT_OSS)):
             problems.append(f"{flag}=true")
-    if architecture in GEMMA3_ARCHITECTURES:
-        problems += gemma3_problems(config)
+    if architecture in (GEMMA2, *GEMMA3_ARCHITECTURES):
+        problems += gemma_problems(config, architecture)
     elif config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']}")
     if architecture == GPT_OSS:

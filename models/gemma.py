@@ -1,4 +1,4 @@
-"""What Gemma 3 adds to a Llama, and what its config.json files leave to transformers' defaults."""
+"""What Gemma 2 and 3 add to a Llama, and what their config.json files leave to transformers' defaults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 from models.rope_scaling import is_positive
 
+GEMMA2 = "Gemma2ForCausalLM"
+GEMMA2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 # The second one also reads images; its text model, which is all that is loaded here, is the same.
 GEMMA3_ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # What transformers takes where the file says nothing: those of 4B to 27B say little.
@@ -32,12 +40,12 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged | {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
 
 
-def gemma3_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a Gemma 3 is not supported or wrong, layer types and RoPE aside."""
+def gemma_problems(config: Mapping[str, Any], architecture: str) -> list[str]:
+    """What of a Gemma 2 or 3 is not supported or wrong, layer types and RoPE aside. Only Gemma 2 has soft caps."""
     problems = [
         f"{key}={config[key]!r}"
         for key in ("attn_logit_softcapping", "final_logit_softcapping")
-        if config.get(key) is not None
+        if config.get(key) is not None and not (architecture == GEMMA2 and is_positive(config[key]))
     ]
     if config.get("use_bidirectional_attention"):
         problems.append(f"use_bidirectional_attention={config['use_bidirectional_attention']!r}")
@@ -57,4 +65,15 @@ def gemma3_fields(hidden_size: int, query_scale: float) -> dict[str, Any]:
         "post_norms": True,
         "embed_scale": float(hidden_size**0.5),
         "gelu": True,
+    }
+
+
+def gemma2_fields(
+    hidden_size: int, query_scale: float, attention_soft_cap: float | None, logits_soft_cap: float | None
+) -> dict[str, Any]:
+    """Fields of ModelConfig that every Gemma 2 has, wherever its configuration was read."""
+    return gemma3_fields(hidden_size, query_scale) | {
+        "qk_norm": False,
+        "attention_soft_cap": None if attention_soft_cap is None else float(attention_soft_cap),
+        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
     }

@@ -1,6 +1,6 @@
 """GGUF files of the Llama family: configuration and tensors (dequantised).
 
-Not supported: sliding windows but Gemma 3's and GPT-OSS's, images.
+Not supported: sliding windows but Gemma's and GPT-OSS's, images.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
-from models.gemma import gemma3_fields
+from models.gemma import gemma2_fields, gemma3_fields
 from models.gguf_tokenizer import read_tokenizer
 from models.gpt_oss import gpt_oss_fields
 from models.layer_types import is_whole
@@ -22,11 +22,11 @@ from models.mxfp4 import Mxfp4
 from models.rope_scaling import yarn_attention_factor
 from models.tokenizer import Tokenizer
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "gpt-oss")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "gpt-oss")
 # Of those with sliding windows, every so-manieth layer sees every token unless the file says otherwise.
-_PATTERNS = {"gemma3": 6, "gpt-oss": 2}
-# Numbers of layers of Gemma 3 27B, whose scale of the scores the files do not have.
-_GEMMA3_27B = 62
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+# Numbers of layers of their models of 27B, whose scale of the scores the files do not have.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 class GGUFFile:
@@ -63,7 +63,7 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name} is stored as {tensor.tensor_type.name}, which cannot be dequantised"
             ) from error
-        if self._architecture == "gemma3" and name.endswith("norm.weight"):
+        if self._architecture in _GEMMA_27B and name.endswith("norm.weight"):
             return x - np.float32(1.0)  # llama.cpp's converter adds Gemma's offset to the weights
         if self._architecture != "llama":
             return x
@@ -83,10 +83,9 @@ class GGUFFile:
         problems = []
         if architecture not in _ARCHITECTURES:
             problems.append(f"architecture {architecture}")
-        features = {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        }
+        features: dict[str, str] = {}
+        if architecture != "gemma2":
+            features |= {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         if architecture not in _PATTERNS:
             features["attention.sliding_window"] = "sliding window"
         problems += [text for key, text in features.items() if self.field(f"{architecture}.{key}")]
@@ -94,7 +93,7 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "
                 "the architectures llama (Llama, SmolLM2, Mistral without sliding window, Mixtral), qwen2, qwen3, "
-                "qwen3moe, gemma3 and gpt-oss"
+                "qwen3moe, gemma2, gemma3 and gpt-oss"
             )
         get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
@@ -118,10 +117,16 @@ class GGUFFile:
             **self._experts(),
             **self._windows(num_layers),
         }
-        if architecture == "gemma3":
+        if architecture in _GEMMA_27B:
             # As llama.cpp, which knows the largest model by its layers.
-            head_share = hidden_size // num_heads if num_layers == _GEMMA3_27B else head_dim
-            special |= gemma3_fields(hidden_size, float(head_share**-0.5))
+            largest = num_layers == _GEMMA_27B[architecture]
+            scale = float((hidden_size // num_heads if largest else head_dim) ** -0.5)
+            if architecture == "gemma2":
+                attention_cap = self.field("gemma2.attn_logit_softcapping", 50.0)
+                logits_cap = self.field("gemma2.final_logit_softcapping", 30.0)
+                special |= gemma2_fields(hidden_size, scale, attention_cap, logits_cap)
+            else:
+                special |= gemma3_fields(hidden_size, scale)
         if architecture == "gpt-oss":
             special |= gpt_oss_fields()
         return ModelConfig(
@@ -159,7 +164,8 @@ class GGUFFile:
     def _windows(self, num_layers: int) -> dict[str, Any]:
         """Fields of the sliding layers. Gemma 3's have a base of RoPE of their own, 10000 unless the file says otherwise."""
         architecture = self._architecture
-        window = self.field(f"{architecture}.attention.sliding_window", 0)
+        usual = 4096 if architecture == "gemma2" else 0  # as llama.cpp
+        window = self.field(f"{architecture}.attention.sliding_window", usual)
         if architecture not in _PATTERNS or not window:
             return {}
         pattern = self.field(f"{architecture}.attention.sliding_window_pattern", _PATTERNS[architecture])

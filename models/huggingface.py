@@ -11,7 +11,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
-from models.config import ModelConfig, UnsupportedModelError, config_from_huggingface, end_token_ids
+from models.config import (
+    ModelConfig,
+    UnsupportedModelError,
+    check_served,
+    config_from_huggingface,
+    end_token_ids,
+)
 from models.overrides import overridden
 from models.tokenizer import Tokenizer
 
@@ -119,7 +125,7 @@ def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] |
         disable_progress_bars()
     try:
         config = huggingface_hub.hf_hub_download(repo, "config.json")
-        config_from_huggingface(overridden(_read_json(Path(config)), overrides or {}), repo)
+        check_served(config_from_huggingface(overridden(_read_json(Path(config)), overrides or {}), repo))
         return Path(
             huggingface_hub.snapshot_download(repo, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
         )

@@ -17,10 +17,10 @@ def read_sliding_layers(
 ) -> tuple[tuple[int, ...], int | None, list[str]]:
     """(layers with the window, window, what is not supported or wrong) of a config.json with its defaults filled in.
 
-    `layer_types` says it for Qwen, Gemma 3 and GPT-OSS. Without it, of Qwen those from `max_window_layers` on where
-    `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th, of GPT-OSS every other one, the first
-    included. As in transformers, all layers of Mistral, Mixtral and Qwen's mixtures of experts slide where they have a
-    window, and none of Llama, whatever `layer_types` says; mixed ones are refused.
+    `layer_types` says it for Qwen, Gemma and GPT-OSS. Without it, of Qwen those from `max_window_layers` on where
+    `use_sliding_window` is set, of Gemma 3 all but every `sliding_window_pattern`-th, of Gemma 2 and GPT-OSS every other
+    one, the first included. As in transformers, all layers of Mistral, Mixtral and Qwen's mixtures of experts slide where
+    they have a window, and none of Llama, whatever `layer_types` says; mixed ones are refused.
     Without sliding layers the window is None. With problems the first two mean nothing.
     """
     layers, problems = _layers(config, architecture)
@@ -40,7 +40,7 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
         return (), []  # what is wrong with it is said elsewhere
     types = config.get("layer_types")
     alike = architecture in ("MistralForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM")
-    mixes = architecture.startswith(("Qwen", "Gemma3", "GptOss")) and not alike
+    mixes = architecture.startswith(("Qwen", "Gemma", "GptOss")) and not alike
     if types is not None:
         layers, problems = _of_types(types, num_layers)
         if mixes or problems:
@@ -58,7 +58,7 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
         if not is_whole(pattern):
             return (), [f"sliding_window_pattern={pattern!r}"]
         return tuple(i for i in range(num_layers) if (i + 1) % pattern), []
-    if architecture.startswith("GptOss"):
+    if architecture.startswith(("Gemma2", "GptOss")):
         return tuple(range(0, num_layers, 2)), []
     if not config.get("use_sliding_window"):
         return (), []

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models import conversion_cache
-from models.config import ModelConfig, UnsupportedModelError
+from models.config import ModelConfig, UnsupportedModelError, check_served
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.params import Params
 from models.tokenizer import Tokenizer
@@ -123,8 +123,9 @@ def load_model(
     )
 
 
-def _check_dtype(config: ModelConfig, dtype: DTypeLike) -> None:
-    wide = "Gemma 3" if config.post_norms else "GPT-OSS" if config.swiglu_limit is not None else None
+def _check(config: ModelConfig, dtype: DTypeLike) -> None:
+    check_served(config)
+    wide = "Gemma" if config.post_norms else "GPT-OSS" if config.swiglu_limit is not None else None
     if wide and jnp.dtype(dtype) == jnp.float16:
         raise UnsupportedModelError(
             f"{config.name}: the activations of {wide} go beyond the range of float16, take bfloat16 or float32"
@@ -132,7 +133,7 @@ def _check_dtype(config: ModelConfig, dtype: DTypeLike) -> None:
 
 
 def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool) -> LoadedModel:
-    _check_dtype(directory.config, dtype)
+    _check(directory.config, dtype)
     tokenizer = directory.tokenizer()
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
@@ -150,7 +151,7 @@ def _load_gguf(
     from models.gguf import GGUFFile  # only needed for converting
 
     file = GGUFFile(fetch())
-    _check_dtype(file.config, dtype)
+    _check(file.config, dtype)
     tokenizer = file.tokenizer()
     config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
     _say(f"Converting {file.path.name} (once)", progress)

@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family (Mistral, Qwen, Gemma 3, GPT-OSS), which takes attention as an argument.
+"""The forward pass of the Llama family (Mistral, Qwen, Gemma, GPT-OSS), which takes attention as an argument.
 
 Tokens are flat (no batch axis), so the chunk and decode tokens of one engine step share the matrix products. The
 model does not know about caches: it calls `attend` once per layer and threads its state through.
@@ -41,6 +41,11 @@ def rms_norm(
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
     # Added here and not to the stored weights: 1 + w in bfloat16 would lose most of a small w.
     return ((x_f32 * inverse_rms) * (weight + offset if offset else weight)).astype(x.dtype)
+
+
+def soft_cap(x: Float[Array, "*S"], cap: float) -> Float[Array, "*S"]:
+    """cap * tanh(x / cap): x where it is small, and never beyond +-cap."""
+    return cap * jnp.tanh(x / cap)
 
 
 def _norm(x: Array, weight: Array, config: ModelConfig) -> Array:
@@ -158,4 +163,6 @@ def forward(
             logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("te,ev->tv", x, params["lm_head"], preferred_element_type=jnp.float32)
+        if config.logits_soft_cap is not None:
+            logits = soft_cap(logits, config.logits_soft_cap)
     return logits, state

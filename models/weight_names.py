@@ -110,7 +110,7 @@ _MLP_NORM = (  # Llama's, whose name in Hugging Face checkpoints says where it s
         "norm",
     ),
 )
-_POST_NORMS = (  # Gemma 3: that name is of the norm of what attention gives
+_POST_NORMS = (  # Gemma: that name is of the norm of what attention gives
     _Entry(
         "model.layers.{layer}.post_attention_layernorm.weight",
         "blk.{layer}.post_attention_norm.weight",

@@ -79,7 +79,7 @@ def write_gguf(
         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers": "blk",
         "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     }  # fmt: skip
-    if architecture == "gemma3":
+    if architecture in ("gemma2", "gemma3"):
         table |= {
             "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm",
@@ -90,7 +90,7 @@ def write_gguf(
             "post_attention_layernorm": "post_attention_norm",
         }  # fmt: skip
     for name, x in with_stacked_experts(with_parted_experts(source.tensors)).items():
-        if architecture == "gemma3" and name.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             x = x.astype(np.float32) + 1
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             x = permute_rope(x, config.num_heads if "q_proj" in name else config.num_kv_heads)

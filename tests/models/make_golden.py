@@ -63,6 +63,14 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }
+GEMMA2 = {
+    "num_hidden_layers": 3,  # the second sees every token
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 24,  # not head_dim
+    "attn_logit_softcapping": 2.0,  # both small enough to bend something
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": DEFAULT_ROPE,
+}
 QWEN3_MOE = {
     "num_hidden_layers": 3,
     "num_experts": 8,
@@ -89,6 +97,7 @@ VARIANTS = {  # name: type of the model, fields
     "tiny_qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": DEFAULT_ROPE}),
     "tiny_qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_parameters": DEFAULT_ROPE}),
     "tiny_gemma3": ("gemma3_text", GEMMA3),
+    "tiny_gemma2": ("gemma2", GEMMA2),
     "tiny_qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "tiny_mixtral": ("mixtral", MIXTRAL),
     "tiny_gpt_oss": ("gpt_oss", GPT_OSS),
@@ -106,7 +115,7 @@ def make_tiny(name: str, kind: str, changes: dict) -> None:
             if parameter_name.endswith("sinks"):  # large enough to take a share beside a window of scores
                 parameter.normal_(2.0, 1.0)
     saved = model
-    if kind in ("gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"):
+    if kind in ("gemma2", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss"):
         # Many weights: stored in 16 bits, to which the weights are rounded before the logits.
         with torch.no_grad():
             for parameter in model.parameters():

@@ -151,8 +151,8 @@ def test_gguf_rope_is_scaled_linearly_unless_it_says_otherwise(key, gguf_tiny, t
 
 def test_gguf_errors(gguf_tiny, tmp_path, cache):
     source, config = gguf_tiny
-    with pytest.raises(UnsupportedModelError, match="architecture gemma2 not supported"):
-        load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma2"))
+    with pytest.raises(UnsupportedModelError, match="architecture gemma not supported"):
+        load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma"))
     (tmp_path / "text.gguf").write_text("not a model at all")
     with pytest.raises(UnsupportedModelError, match="not a readable GGUF"):
         load_model(tmp_path / "text.gguf")

@@ -22,7 +22,7 @@ from models.weights import assemble_params
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = ("tiny_tied", "tiny_untied_llama3", "tiny_qwen2", "tiny_qwen3", "tiny_qwen3_yarn", "tiny_gemma3")
-TINY += ("tiny_qwen3_moe", "tiny_mixtral", "tiny_gpt_oss")
+TINY += ("tiny_qwen3_moe", "tiny_mixtral", "tiny_gpt_oss", "tiny_gemma2")
 
 
 def dense_logits(params, config, tokens):

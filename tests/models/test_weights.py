@@ -323,14 +323,14 @@ def test_hub_errors_are_friendly(monkeypatch):
 
 
 def test_hub_model_is_refused_before_its_weights_are_downloaded(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"architectures": ["Gemma2ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG | {"architectures": ["GemmaForCausalLM"]}))
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(tmp_path / "config.json")
     )
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("downloaded")
     )
-    with pytest.raises(UnsupportedModelError, match="architecture Gemma2ForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="architecture GemmaForCausalLM"):
         load_model("org/model", progress=False)
 
 
