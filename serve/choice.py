@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve.parts import Part
+from serve.reader import Reader
 from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
 from serve.text import StopScanner, TextTokenizer, special_texts
-from serve.thoughts import AnswerReader
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Choice:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         drop_generated: bool = False,
-        reader: AnswerReader | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self._sampling = sampling
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens, reader.keep if reader else ())
@@ -57,11 +57,12 @@ class Choice:
         self._include_stop = include_stop
         self._drop_generated = drop_generated
         self._reader = reader
+        self._marks = reader.marks if reader else {}
         self._skips = skip_special_tokens
         self._delta = Delta()
         self._offset = 0  # characters that came out of the detokenizer, and the echo
         self.num_tokens = 0
-        self._thinking_tokens = 0  # generated while there may be thoughts
+        self._thinking_tokens = 0  # generated while there may be thoughts, or are
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -137,7 +138,7 @@ class Choice:
             return
         self.num_tokens += 1
         if self._reader is not None and self._reader.thinking:
-            self._thinking_tokens = self.num_tokens
+            self._thinking_tokens += 1
         self._delta.token_ids.append(token_id)
         if self._sampling.logprobs is not None:
             logprob = math.nan if output.logprob is None else output.logprob
@@ -151,14 +152,26 @@ class Choice:
             self._shown.append(token_id)
         if self._skips and self._reader is not None and self._reader.skips(token_id):
             return
-        self._add_text(self._detokenizer.add(token_id))
+        text = self._detokenizer.add(token_id)
+        if (marker := self._marks.get(token_id)) is None:
+            self._add_text(text)
+        else:
+            self._add_mark(text.removesuffix(marker), marker)
 
     def _add_text(self, text: str) -> None:
         if self._drop_generated:
             return
         self._offset += len(text)
         # The first `min_tokens` tokens cannot end the choice, not even as the beginning of a stop string.
-        self._show(self._scanner.push(text, match=self.num_tokens > self._sampling.min_tokens))
+        match = self.num_tokens > self._sampling.min_tokens and not (self._reader and self._reader.framing)
+        self._show(self._scanner.push(text, match=match))
+
+    def _add_mark(self, text: str, marker: str) -> None:
+        """A special token that the reader is told of, after what was held back of a character: no stop string spans it."""
+        self._add_text(text)
+        self._show(self._scanner.push("", match=False))
+        if self._reader is not None and self._scanner.matched is None:
+            self._delta.parts += self._reader.mark(marker)
 
     def _show(self, text: str) -> None:
         self._delta.text += text

@@ -10,6 +10,7 @@ from typing import Literal
 
 from serve.parts import Content, Part, Thought
 from serve.piece_reader import SPACE, PieceReader, Step
+from serve.reader import Reader
 from serve.tool_calls import CallParser
 
 START, END = "<think>", "</think>"
@@ -18,7 +19,7 @@ START, END = "<think>", "</think>"
 Beginning = Literal["possible", "open", "within", "none"]
 
 
-class AnswerReader(PieceReader):
+class AnswerReader(PieceReader, Reader):
     """Reads one answer of a chat: first its thoughts, then its text and calls."""
 
     def __init__(
