@@ -98,7 +98,7 @@ def tiny_tokenizer(
 ) -> Tokenizer:
     """Byte-level: ids 0..7 are special tokens (0 <|endoftext|>, 1 <|im_start|>, 2 <|im_end|>), byte b is id b + 8.
 
-    Other `special_tokens` must be eight, of which the first three are these.
+    Other `special_tokens` must be eight; the second begins a text, the third ends it.
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -116,10 +116,10 @@ def tiny_tokenizer(
     )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        pad_token="<|im_end|>",
+        bos_token=special_tokens[1],
+        eos_token=special_tokens[2],
+        unk_token=special_tokens[0],
+        pad_token=special_tokens[2],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = chat_template

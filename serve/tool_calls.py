@@ -13,7 +13,7 @@ from typing import Literal
 from serve.parts import Arguments, CallStart, Content, Part
 from serve.piece_reader import ALPHANUMERIC, SPACE, PieceReader, Step, from_json
 
-Style = Literal["hermes", "llama3_json", "mistral"]
+Style = Literal["hermes", "llama3_json", "mistral"]  # of calls as a part of text
 HERMES_START, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA_START = "<|python_tag|>"
 MISTRAL_START, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -276,7 +276,11 @@ class CallParser(PieceReader):
     def _new_id(self) -> str:
         if self._mistral_ids:  # their templates take no others
             return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
+        return new_call_id()
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def _as_arguments(text: str) -> str | None:
