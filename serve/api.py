@@ -73,6 +73,10 @@ def create_app(
     """
     if not served_model_names:
         raise ValueError("served_model_names is empty: give at least one name")
+    # Calls and thoughts in the format harmony are read together: one of them says that it is there.
+    if reasoning_parser == "harmony" and tool_call_parser == "auto":
+        tool_call_parser = "harmony"
+    tools = ToolSupport.of(tokenizer, tool_call_parser)
     serving = Serving(
         engine=engine,
         tokenizer=tokenizer,
@@ -83,8 +87,8 @@ def create_app(
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
         grammars=GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
-        tools=ToolSupport.of(tokenizer, tool_call_parser),
-        thoughts=ThoughtSupport.of(tokenizer, reasoning_parser),
+        tools=tools,
+        thoughts=ThoughtSupport.of(tokenizer, reasoning_parser, harmony=tools.harmony),
     )
 
     @contextlib.asynccontextmanager

@@ -156,6 +156,11 @@ class ServeConfig:
                 f"--profile {self.profile}: no such file; make one with "
                 f"`python -m calibrate --model {self.model or DEFAULT_MODEL} --out {self.profile}`"
             )
+        parsers = {self.tool_call_parser, self.reasoning_parser}
+        if "harmony" in parsers and not parsers <= {"auto", "harmony", "none"}:
+            faults.append(
+                "--tool-call-parser harmony and --reasoning-parser harmony are one format: write it, or auto, for both"
+            )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             faults.append("--num-pages and --kv-cache-memory say the same thing: write one of them")
         tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
@@ -315,8 +320,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     http.add_argument(
         "--reasoning-parser",
-        help="whether the model thinks between <think> and </think>: think, none, or as its chat template says "
-        "(auto, the default)",
+        help="how the model writes thoughts: think (between <think> and </think>), harmony, none, or as its chat template "
+        "says (auto, the default)",
     )
     http.add_argument(
         "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="of a request (default 8MiB)"

@@ -163,7 +163,6 @@ class Generation:
     ) -> None:
         completion = request if isinstance(request, CompletionRequest) else None
         chat = request if isinstance(request, ChatRequest) else None
-        tags = serving.thoughts.special.values()
         self._counts_thoughts = chat is not None and serving.thoughts.on
         self._n = request.n
         self._prompts = prompts
@@ -183,7 +182,7 @@ class Generation:
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
                 drop_generated=completion is not None and completion.max_tokens == 0,
-                reader=serving.tools.reader(chat, prompt.beginning, tags) if chat else None,
+                reader=serving.tools.reader(chat, prompt.beginning, serving.thoughts) if chat else None,
             )
             for p, prompt in enumerate(prompts)
             for _ in range(request.n)

@@ -6,6 +6,7 @@ from typing import Any
 
 from serve.errors import bad_request, too_long
 from serve.grammar import Grammar
+from serve.harmony_prompt import EFFORTS
 from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import SamplingParams
 from serve.spellings import Spellings
@@ -108,9 +109,19 @@ def chat_text(tools: ToolSupport, fields: ChatFields) -> str:
     if reserved:
         raise bad_request(f"'{reserved[0]}' cannot be set in 'chat_template_kwargs'.", "chat_template_kwargs")
     options = dict(fields.chat_template_kwargs)
+    if fields.reasoning_effort is not None:
+        options["reasoning_effort"] = fields.reasoning_effort
+    if tools.harmony and options.get("reasoning_effort", EFFORTS[0]) not in EFFORTS:
+        raise bad_request(
+            f"Invalid value for 'reasoning_effort': this model knows {', '.join(EFFORTS)}.",
+            "reasoning_effort",
+            "invalid_value",
+        )
     if fields.continue_final_message:
         options["continue_final_message"] = True
     messages, described = tools.conversation(fields)
+    if fields.continue_final_message and messages[-1].get("thinking") and not messages[-1]["content"]:
+        options["continue_final_message"] = "thinking"  # they were cut, and go on
     if described:
         options["tools"] = described
     try:

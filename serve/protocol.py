@@ -6,7 +6,7 @@ that names it, because a misspelt `max_token` would otherwise be lost in silence
 """
 
 import re
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,7 +37,7 @@ _PLATFORM_FIELDS = frozenset(
         "prompt_cache_options",
     ]
 )
-_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(["prediction", "reasoning_effort", "verbosity", "moderation"])
+_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(["prediction", "verbosity", "moderation"])
 
 # Field -> the values that mean "off" and are therefore fine.
 _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
@@ -175,6 +175,8 @@ class ChatFields(ToolFields):
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the chat template writes them itself
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    # A variable of the template; most have none of that name.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
     def _check_ending(self) -> Self:

@@ -46,6 +46,12 @@ def special_texts(tokenizer: TextTokenizer) -> tuple[str, ...]:
     return tuple(text for text in texts if text)
 
 
+def ids_of(tokenizer: TextTokenizer, texts: Collection[str]) -> dict[str, int]:
+    """The ids of those texts that are special tokens."""
+    known = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
+    return {text: known[text] for text in texts if text in known}
+
+
 class StopScanner:
     """Finds the first stop string in text that comes in pieces, whatever the pieces.
 

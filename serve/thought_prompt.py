@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from serve import harmony_prompt
+from serve.harmony import MARKERS
 from serve.protocol import ChatFields
 from serve.structured import GrammarSpec
-from serve.text import TextTokenizer
+from serve.text import TextTokenizer, ids_of
 from serve.thoughts import END, START, Beginning
 
-PARSERS = ("auto", "none", "think")
+PARSERS = ("auto", "harmony", "none", "think")
 _ENDING = 256  # characters of a prompt's end, of which all but a tag are white space
 _ESCAPED = END.replace("/", r"\/")
 _LARGEST_SPACE = 16  # between thoughts and the answer: a model must not go on with it for ever
@@ -20,22 +22,31 @@ class ThoughtSupport:
     """Of one model."""
 
     on: bool  # thoughts are looked for
-    special: Mapping[str, int]  # ids of the tags that are special tokens
+    special: Mapping[str, int]  # ids of the tags, or of the markers of harmony, that are special tokens
+    harmony: bool = False  # answers come in that format, not between tags
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer, parser: str = "auto") -> "ThoughtSupport":
+    def of(cls, tokenizer: TextTokenizer, parser: str = "auto", *, harmony: bool = False) -> "ThoughtSupport":
         """From one of PARSERS, and for "auto" the chat template: a model that thinks has one that speaks of it.
 
-        Tags in the vocabulary say nothing: models that never think share theirs with others.
+        Tags in the vocabulary say nothing: models that never think share theirs with others. `harmony`: calls are written
+        in that format. Raises ValueError where they are and thoughts are not, or the other way round.
         """
+        if harmony != (parser == "harmony") and parser not in ("auto", "none"):
+            raise ValueError(
+                f"thoughts are read as '{parser}', and calls {'' if harmony else 'not '}as 'harmony', which is a format of "
+                "both: write harmony or auto for both"
+            )
+        if harmony:
+            return cls(parser != "none", ids_of(tokenizer, MARKERS), harmony=True)
         templates = (tokenizer.chat_template(with_tools) or "" for with_tools in (False, True))
         known = any(tag in template for template in templates for tag in (START, END))
-        texts = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
-        special = {tag: texts[tag] for tag in (START, END) if tag in texts}
-        return cls(parser == "think" or (parser == "auto" and known), special)
+        return cls(parser == "think" or (parser == "auto" and known), ids_of(tokenizer, (START, END)))
 
     def beginning(self, fields: ChatFields, text: str) -> Beginning:
         """Where the answer to a conversation begins whose prompt is `text`."""
+        if self.harmony:
+            return harmony_prompt.beginning_of(text)
         if not self.on:
             return "none"
         if fields.continue_final_message and (said := fields.messages[-1].content.strip()):
@@ -49,6 +60,8 @@ class ThoughtSupport:
 
     def grammar(self, spec: GrammarSpec | None, beginning: Beginning) -> GrammarSpec | None:
         """The form of an answer, with room for the thoughts before it."""
+        if spec is not None and self.harmony:
+            return harmony_prompt.around(spec, beginning, self.special)
         if spec is None or beginning == "none":
             return spec
         optional = beginning == "possible"

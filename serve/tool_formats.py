@@ -4,10 +4,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 
+from serve import harmony
 from serve.structured import GrammarSpec
 from serve.tool_calls import HERMES_END, HERMES_START, MISTRAL_ARGUMENTS, MISTRAL_START, Style
 
@@ -18,7 +19,7 @@ _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class ToolFormat(NamedTuple):
     """The texts before, between and after the calls of an answer, their names and their arguments."""
 
-    style: Style
+    style: Style | Literal["harmony"]
     first: str
     opening: str
     middle: str
@@ -27,6 +28,7 @@ class ToolFormat(NamedTuple):
     last: str
     json_names: bool = True
     several: bool = True  # whether the templates of such models take an answer with more than one call back
+    answer: str = ""  # before one that is no call
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls, each a name and its arguments as JSON, as a model writes them."""
@@ -49,18 +51,15 @@ class ToolFormat(NamedTuple):
         tokens. What comes from a field of the request stands below the field's name, for `GrammarSpec.error`.
         """
 
-        def literal(text: str) -> str:
-            parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-            return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in parts if p)
-
-        more = f"({literal(self.separator)} call)*" if many and self.several else ""
+        more = f"({literal(self.separator, special)} call)*" if many and self.several else ""
         lines = [
-            "start: calls" + (" | answer" if answer else ""),
-            f"calls: {literal(self.first)} call {more} {literal(self.last)}",
+            "start: calls" + (f" | {literal(self.answer, special)} answer" if answer else ""),
+            f"calls: {literal(self.first, special)} call {more} {literal(self.last, special)}",
             "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
         ]
         for i, (name, schema) in enumerate(schemas.items()):
-            before, after = literal(self.opening + self._name(name) + self.middle), literal(self.closing)
+            before = literal(self.opening + self._name(name) + self.middle, special)
+            after = literal(self.closing, special)
             lines += [f"call{i}: {before} arguments{i} {after}", f"// tools {name}"]
             lines.append(f"arguments{i}: %json {_quoted(schema | {'x-guidance': _LAYOUT})}")
         if answer:
@@ -69,6 +68,12 @@ class ToolFormat(NamedTuple):
 
     def _name(self, name: str) -> str:
         return _quoted(name) if self.json_names else name
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar; `special`: ids of the parts of it that are special tokens."""
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in parts if p)
 
 
 def _quoted(value: Any) -> str:
@@ -82,7 +87,20 @@ HERMES = ToolFormat(
 LLAMA3_JSON = ToolFormat("llama3_json", "", _NAMED, ', "parameters": ', "}", "; ", "", several=False)
 MISTRAL = ToolFormat("mistral", f"{MISTRAL_START} [", _NAMED, ', "arguments": ', "}", ", ", "]")
 MISTRAL_NAMED = ToolFormat("mistral", "", MISTRAL_START, MISTRAL_ARGUMENTS, "", "", "", json_names=False)
-PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+# The token that ends a call ends the answer.
+HARMONY = ToolFormat(
+    "harmony",
+    "",
+    f"{harmony.CHANNEL}commentary to={harmony.FUNCTIONS}",
+    f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+    "",
+    "",
+    "",
+    json_names=False,
+    several=False,
+    answer=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+)
+PARSERS = ("auto", "harmony", "hermes", "llama3_json", "mistral")
 
 
 @lru_cache(maxsize=4)
@@ -99,6 +117,8 @@ def mentions_tools(template: str) -> bool:
 @lru_cache(maxsize=4)
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template asks its model for, by what only that one has; None: none that is known here."""
+    if all(marker in template for marker in harmony.ESSENTIAL):
+        return HARMONY
     arguments = re.search(r'"arguments\\?"', template)
     if MISTRAL_START in template:
         if MISTRAL_ARGUMENTS in template:
@@ -116,4 +136,4 @@ def chosen_format(template: str, parser: str) -> ToolFormat | None:
     found = format_of(template)
     if parser == "auto" or (found is not None and found.style == parser):
         return found
-    return {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}[parser]
+    return {"harmony": HARMONY, "hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}[parser]

@@ -5,17 +5,22 @@ known here, the tools are described in the system message, and calls and results
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serve import harmony, harmony_prompt
+from serve.harmony import HarmonyReader
 from serve.messages import Message
 from serve.protocol import ChatFields, ChatRequest
+from serve.reader import Reader
 from serve.structured import GrammarSpec
-from serve.text import TextTokenizer
+from serve.text import TextTokenizer, ids_of
+from serve.thought_prompt import ThoughtSupport
 from serve.thoughts import AnswerReader, Beginning
 from serve.tool_calls import MARKERS, CallParser
-from serve.tool_formats import HERMES, ToolFormat, chosen_format, mentions_tools
+from serve.tool_formats import HARMONY, HERMES, ToolFormat, chosen_format, mentions_tools
 
 _INSTRUCTION = """You can call functions. Each of these lines describes one, with a JSON schema of its arguments:
 <tools>
@@ -24,6 +29,7 @@ _INSTRUCTION = """You can call functions. Each of these lines describes one, wit
 To call a function, write its name and its arguments as JSON, in exactly this form:
 {example}
 The result will be given to you between <tool_response> and </tool_response>. If no function helps, answer in plain text."""
+_THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")  # a field of messages
 _EXAMPLE = [("name-of-the-function", '{"name-of-an-argument": "value"}')]
 
 
@@ -38,20 +44,31 @@ class ToolSupport:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, parser: str = "auto") -> "ToolSupport":
-        """From the chat template, and one of PARSERS."""
+        """From the chat template, and one of PARSERS. Raises ValueError for "harmony" without its special tokens."""
         template = tokenizer.chat_template(with_tools=True) or ""
         chosen = chosen_format(template, parser)
+        if chosen == HARMONY and len(ids_of(tokenizer, harmony.ESSENTIAL)) < len(harmony.ESSENTIAL):
+            if parser == "harmony":
+                raise ValueError(
+                    "the tokenizer of this model lacks special tokens of the format 'harmony', which are "
+                    f"{', '.join(harmony.ESSENTIAL)}: write auto instead"
+                )
+            chosen = None
         form = chosen or HERMES
-        texts = {tokenizer.token_bytes(i).decode("utf-8", "replace"): i for i in tokenizer.special_ids}
-        special = {marker: texts[marker] for marker in MARKERS[form.style] if marker in texts}
+        special = ids_of(tokenizer, harmony.MARKERS if form.style == "harmony" else MARKERS[form.style])
         return cls(tokenizer, form, chosen is not None and mentions_tools(template), special)
 
+    @property
+    def harmony(self) -> bool:
+        """Whether answers are rows of messages, and calls are some of them."""
+        return self.format.style == "harmony"
+
     def parser(self, request: ChatRequest) -> CallParser | None:
-        """What reads the calls out of one answer; None where there can be none.
+        """What reads the calls out of the text of one answer; None where there can be none.
 
         It sees what is generated alone: where a message is continued within a call, its rest is text.
         """
-        if not request.may_call:
+        if not request.may_call or self.format.style == "harmony":
             return None
         return CallParser(
             self.format.style,
@@ -60,22 +77,38 @@ class ToolSupport:
             single=request.single_call,
         )
 
-    def reader(self, request: ChatRequest, beginning: Beginning, tags: Collection[int]) -> AnswerReader:
-        """What reads one answer; `tags` are special tokens around thoughts."""
+    def reader(self, request: ChatRequest, beginning: Beginning, thoughts: ThoughtSupport) -> Reader:
+        """What reads one answer."""
+        if self.harmony:
+            return HarmonyReader(
+                {i: marker for marker, i in self.special.items()},
+                beginning,
+                frozenset(tool.function.name for tool in request.tools) if request.may_call else None,
+                thinks=thoughts.on,
+                shown=request.include_reasoning,
+                single=request.single_call,
+                endless=request.ignore_eos,
+            )
         calls = self.parser(request)
         return AnswerReader(
             beginning,
             calls,
             shown=request.include_reasoning,
             markers=self.special.values() if calls else (),
-            tags=tags if beginning != "none" else (),
+            tags=thoughts.special.values() if beginning != "none" else (),
         )
 
     def grammar(self, request: ChatRequest) -> GrammarSpec | None:
         """The form of the answer: calls where they are demanded; where they may come, they or the form that is asked for."""
         answer = request.grammar_spec
         names = request.demanded
-        if not names and answer is not None and request.may_call:
+        # A message of harmony that is continued is no call.
+        if (
+            not names
+            and answer
+            and request.may_call
+            and not (self.harmony and request.continue_final_message)
+        ):
             names = [tool.function.name for tool in request.tools]
         if not names:
             return answer
@@ -91,11 +124,16 @@ class ToolSupport:
         template = self.tokenizer.chat_template(with_tools=tools is not None) or ""
         if self.native and mentions_tools(template):
             messages, described = [message.for_template() for message in fields.messages], tools
+            if self.harmony:
+                messages = harmony_prompt.as_taken(messages)
         else:
             messages, described = self._as_text(fields.messages, tools or []), None
         if "reasoning_content" not in template:
+            named = _THINKING.search(template)
             for message in messages:
-                message.pop("reasoning_content", None)
+                thoughts = message.pop("reasoning_content", None)
+                if thoughts and named:
+                    message["thinking"] = thoughts
         return messages, described
 
     def _as_text(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

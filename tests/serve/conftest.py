@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests.serve.fake_engine import Script
+from tests.serve.harmony_template import harmony_tokenizer
 from tests.serve.http_server import Served, ids, serving, wait_until
 from tests.serve.thought_templates import TEMPLATES as THOUGHT_TEMPLATES
 from tests.serve.thought_templates import thought_tokenizer
@@ -42,7 +43,10 @@ def _tool_servers() -> Iterator[Callable[[str], Served]]:
     with ExitStack() as stack:
 
         def start(name: str) -> Served:
-            tokenizer = (thought_tokenizer if name in THOUGHT_TEMPLATES else tool_tokenizer)(name)
+            if name == "harmony":
+                tokenizer = harmony_tokenizer()
+            else:
+                tokenizer = (thought_tokenizer if name in THOUGHT_TEMPLATES else tool_tokenizer)(name)
             return stack.enter_context(serving(tokenizer=tokenizer, max_model_len=4096))
 
         yield cache(start)
@@ -50,7 +54,7 @@ def _tool_servers() -> Iterator[Callable[[str], Served]]:
 
 @pytest.fixture
 def server_of(_tool_servers: Callable[[str], Served]) -> Iterator[Callable[[str], Served]]:
-    """Servers by the names of their chat templates in `tool_templates` and `thought_templates`, as fresh as `served`."""
+    """Servers as fresh as `served`, by the names of templates: of `tool_templates`, `thought_templates`, "harmony"."""
     used: list[Served] = []
 
     def get(name: str) -> Served:

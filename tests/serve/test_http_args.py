@@ -64,8 +64,15 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
         ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
         ("--generation-config mine", "write one of auto, vllm"),
-        ("--tool-call-parser pythonic", "write one of auto, hermes, llama3_json, mistral"),
-        ("--reasoning-parser qwen3", "--reasoning-parser is 'qwen3': write one of auto, none, think"),
+        ("--tool-call-parser pythonic", "write one of auto, harmony, hermes, llama3_json, mistral"),
+        (
+            "--reasoning-parser qwen3",
+            "--reasoning-parser is 'qwen3': write one of auto, harmony, none, think",
+        ),
+        (
+            "--reasoning-parser harmony --tool-call-parser hermes",
+            "are one format: write it, or auto, for both",
+        ),
         ("--allowed-origins example.org", "write a scheme and a host without a path, e.g. https"),
         ("--hf-overrides {x}", "'{x}' is not JSON: Expecting property name"),
         ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),
