@@ -30,15 +30,8 @@ _LONGEST_HEADER = 256  # characters; what is longer is none
 _TO = r"(?:\s*to=(\S+))?(.*)"
 _ROLE = re.compile(r"(?:\s*(assistant|user|system|developer|tool|functions\.[\w-]+)(?!\w))?" + _TO, re.DOTALL)
 _CHANNEL = re.compile(r"(?:\s*(analysis|commentary|final)(?!\w))?" + _TO, re.DOTALL)
-_WORDS = (
-    "assistant",
-    "analysis",
-    "commentary",
-    "final",
-    "to=",
-    "json",
-    "code",
-)  # of which a cut may leave a part
+# Of which a cut may leave a part.
+_WORDS = ("assistant", "analysis", "commentary", "final", "to=", "json", "code")
 
 Kind = Literal["thought", "content", "call"]
 
@@ -57,8 +50,7 @@ class _Header(NamedTuple):
         """From the text after each of its markers."""
         found = []
         for pattern, text in (_ROLE, texts.get(START, texts.get("", ""))), (_CHANNEL, texts.get(CHANNEL, "")):
-            match = pattern.match(text)
-            assert match is not None  # each may match the empty text
+            match = next(pattern.finditer(text))  # each matches anything
             found.append((match[1], match[2], match[3], text[max(match.end(1), 0) :]))
         (role, to, rest, tail), (channel, recipient, more, end) = found
         kind = texts.get(CONSTRAIN, "")

@@ -71,6 +71,11 @@ def as_taken(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return taken
 
 
+def described(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools for such templates, which fail on one without a description."""
+    return [tool | {"function": {"description": "", **tool["function"]}} for tool in tools]
+
+
 def _calls(message: dict[str, Any], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One message for each call, each with its results."""
     thoughts = [text for text in (message.get("reasoning_content"), message["content"]) if text]

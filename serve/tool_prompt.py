@@ -126,6 +126,7 @@ class ToolSupport:
             messages, described = [message.for_template() for message in fields.messages], tools
             if self.harmony:
                 messages = harmony_prompt.as_taken(messages)
+                described = harmony_prompt.described(tools) if tools else None
         else:
             messages, described = self._as_text(fields.messages, tools or []), None
         if "reasoning_content" not in template:

@@ -10,13 +10,13 @@ MARKERS = ("<|return|>", "<|start|>", "<|call|>", "<|end|>", "<|message|>", "<|c
 MARKS = dict(enumerate(MARKERS))
 RETURN, CALL = 0, 2
 START = "<|start|>assistant"
-# System messages count as the first alone, a message has one call, which has thoughts or text before it but not both, and
-# thoughts are shown before the calls that no answer has come after.
+# System messages count first alone, tools have descriptions, a message has one call, with thoughts or text before it, and
+# thoughts are shown before calls that no answer has come after.
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ 'medium' if reasoning_effort is not defined else reasoning_effort }}<|end|>"
     "{% set told = messages[0].content if messages[0].role in ('developer', 'system') else '' %}"
     "{% if told or tools %}<|start|>developer<|message|>{{ told }}{% for tool in tools or [] %}"
-    "{{ tool.function | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{{ '// ' + tool.function.description }}{{ tool.function | tojson }}{% endfor %}<|end|>{% endif %}"
     "{% set called = namespace(name=none) %}{% for message in messages %}{% if message.role == 'user' %}"
     "<|start|>user<|message|>{{ message.content }}<|end|>"
     "{% elif message.role == 'tool' %}<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>"

@@ -221,7 +221,7 @@ def test_an_answer_goes_back_as_it_came(server):
     turns = [{"role": "developer", "content": "Be brief."}, *HELLO, answer, result]
     more = server.openai.chat.completions.create(model="tiny", messages=turns, tools=TOOLS).choices[0].message
     text = prompt(server)
-    assert "<|start|>developer<|message|>Be brief.{" in text
+    assert "<|start|>developer<|message|>Be brief.// {" in text
     compact = json.dumps(json.loads(ARGUMENTS))
     assert text.endswith(
         f"{START}<|channel|>analysis<|message|>Hm.<|end|>"
