@@ -45,6 +45,22 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
         raise ConfigError(error) from error
     engine = built.engine
     log.info("%s", built.summary)
+    try:
+        app = create_app(
+            engine,
+            built.model.tokenizer,
+            config.served_model_names or (built.model.name,),
+            api_keys=config.api_keys,
+            allowed_origins=config.allowed_origins,
+            sampling_defaults=built.sampling_defaults,
+            max_choices=config.max_choices,
+            max_body_bytes=config.max_body_bytes,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            on_shutdown=engine.stop,
+        )
+    except ValueError as error:  # what the model's tokenizer lacks
+        raise ConfigError(error) from error
     with console.status("Compiling") as status:
 
         def leave(*_: object) -> None:
@@ -55,19 +71,6 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
         before = signal.signal(signal.SIGINT, leave)
         engine.start(lambda name: status.update(f"Compiling: {name}"))
         signal.signal(signal.SIGINT, before)
-    app = create_app(
-        engine,
-        built.model.tokenizer,
-        config.served_model_names or (built.model.name,),
-        api_keys=config.api_keys,
-        allowed_origins=config.allowed_origins,
-        sampling_defaults=built.sampling_defaults,
-        max_choices=config.max_choices,
-        max_body_bytes=config.max_body_bytes,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-        on_shutdown=engine.stop,
-    )
     server = make_server(
         app,
         host=config.host,

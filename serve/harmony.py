@@ -124,21 +124,26 @@ class HarmonyReader(Reader):
         """Take the special token with this text; what is known now."""
         if self._done:
             return []
-        in_header = self._kind is None
-        if marker == MESSAGE and in_header:
-            self._open(_Header.of(self._texts))
-        elif marker == CONSTRAIN and in_header:
-            self._texts.setdefault(CONSTRAIN, "")
-        elif marker == CHANNEL and in_header and self._may_have_channel():
-            self._texts[CHANNEL] = ""
-        elif marker not in (
-            MESSAGE,
-            CONSTRAIN,
-        ):  # in a message those are as little as any other special token
+        if marker in (MESSAGE, CONSTRAIN) and self._kind is not None:
+            return []  # there it is as little as any other special token
+        # Text in front of a header is not a part of it, but behind <|start|> it may be the role of anybody.
+        stray = self._kind is None and _Header.of({"": self._texts.get("", "")}).rest.strip()
+        if marker in (START, END, RETURN, CALL) or self._kind is not None or stray:
             self._close()
-            self._texts = {marker if marker in (START, CHANNEL) else "": ""}
+            self._texts = {START: ""} if marker == START else {"": ""}
             ended = marker in (RETURN, CALL) and not self._endless
             self._done = ended or (self._single and self._calls > 0)
+        if self._done:
+            pass
+        elif marker == MESSAGE:
+            self._open(_Header.of(self._texts))
+        elif marker == CONSTRAIN:
+            self._texts.setdefault(CONSTRAIN, "")
+        elif marker == CHANNEL:
+            if self._texts.keys() & {CHANNEL, CONSTRAIN}:
+                self._close()
+                self._texts = {}
+            self._texts[CHANNEL] = ""
         return self._take()
 
     def finish(self) -> list[Part]:
@@ -187,13 +192,6 @@ class HarmonyReader(Reader):
             ):
                 self._give_back(header, header.rest)
         self._kind, self.thinking, self.framing = None, False, True
-
-    def _may_have_channel(self) -> bool:
-        """Whether a header has come so far that its channel may be next; what no role is in front of it is text."""
-        return not (
-            self._texts.keys() & {CHANNEL, CONSTRAIN}
-            or ("" in self._texts and _Header.of(self._texts).rest.strip())
-        )
 
     def _give_back(self, header: _Header, text: str) -> None:
         """It was no header: the text is a message."""

@@ -34,8 +34,8 @@ class ThoughtSupport:
         """
         if harmony != (parser == "harmony") and parser not in ("auto", "none"):
             raise ValueError(
-                f"thoughts are read as '{parser}', and calls {'' if harmony else 'not '}as 'harmony', which is a format of "
-                "both: write harmony or auto for both"
+                f"--reasoning-parser is '{parser}', but calls are {'' if harmony else 'not '}read as 'harmony', which is a "
+                "format of thoughts too: write harmony or auto for it and for --tool-call-parser"
             )
         if harmony:
             return cls(parser != "none", ids_of(tokenizer, MARKERS), harmony=True)

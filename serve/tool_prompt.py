@@ -50,8 +50,8 @@ class ToolSupport:
         if chosen == HARMONY and len(ids_of(tokenizer, harmony.ESSENTIAL)) < len(harmony.ESSENTIAL):
             if parser == "harmony":
                 raise ValueError(
-                    "the tokenizer of this model lacks special tokens of the format 'harmony', which are "
-                    f"{', '.join(harmony.ESSENTIAL)}: write auto instead"
+                    "the tokenizer of this model lacks special tokens of the format 'harmony' "
+                    f"({', '.join(harmony.ESSENTIAL)}): write auto for --tool-call-parser and --reasoning-parser"
                 )
             chosen = None
         form = chosen or HERMES

@@ -83,6 +83,7 @@ CASES = [
     ("to", "", "to", []),
     ("Hello<|channel|>final<|message|> world", "", "Hello\n\n world", []),
     ("<|message|>Hello", "", "Hello", []),
+    ("Well<|message|>Hello", "", "Well\n\nHello", []),
     ("<|channel|><|message|>Hello", "", "Hello", []),
     ("<|channel|>finally<|message|>Hello", "", "Hello", []),
     ("<|channel|>final Hello, you<|end|>", "", " Hello, you", []),

@@ -48,12 +48,12 @@ def test_the_format_may_be_told():
     assert (support.format, support.native, len(support.special)) == (FORMAT, False, len(MARKS))
     assert ToolSupport.of(TOKENIZER, "hermes").format == HERMES
     with pytest.raises(
-        ValueError, match=r"lacks special tokens of the format 'harmony', which are <\|start\|>, "
+        ValueError, match=r"lacks special tokens of the format 'harmony' \(<\|start\|>, .*: write auto"
     ):
         ToolSupport.of(tiny_tokenizer(), "harmony")
-    with pytest.raises(ValueError, match="thoughts are read as 'think', and calls as 'harmony'"):
+    with pytest.raises(ValueError, match="is 'think', but calls are read as 'harmony'"):
         ThoughtSupport.of(TOKENIZER, "think", harmony=True)
-    with pytest.raises(ValueError, match="thoughts are read as 'harmony', and calls not as 'harmony'"):
+    with pytest.raises(ValueError, match="is 'harmony', but calls are not read as 'harmony'"):
         ThoughtSupport.of(TOKENIZER, "harmony")
 
 

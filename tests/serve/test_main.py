@@ -140,6 +140,13 @@ def test_a_pool_beyond_the_memory_is_a_fault_of_the_configuration(part: str) -> 
     assert "Traceback" not in errors
 
 
+def test_a_parser_that_does_not_fit_the_model_is_named_before_anything_is_compiled() -> None:
+    status, errors = ended("Engine.start = None\nsys.argv += ['--reasoning-parser', 'harmony']")
+    assert status == 2
+    assert "Cannot serve: the tokenizer of this model lacks special tokens" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("part", ["program.build", "Engine.start"])
 def test_interrupted_before_it_serves_it_leaves_quietly(part: str) -> None:
     status, errors = ended(f"import signal\n{part} = lambda *_, **__: signal.raise_signal(signal.SIGINT)")
