@@ -22,8 +22,10 @@ def beginning_of(text: str) -> Beginning:
     return "within" if _ANALYSIS in header else "none"
 
 
-def around(spec: GrammarSpec, beginning: Beginning, special: Mapping[str, int]) -> GrammarSpec:
-    """The form of an answer as that of its last message, with room for messages of thoughts before it.
+def around(
+    spec: GrammarSpec, beginning: Beginning, special: Mapping[str, int], *, thinks: bool = True
+) -> GrammarSpec:
+    """The form of an answer as that of its last message, with room for messages of thoughts before it if it `thinks`.
 
     Calls have a header of their own; they come after a message that the prompt has begun.
     """
@@ -32,11 +34,9 @@ def around(spec: GrammarSpec, beginning: Beginning, special: Mapping[str, int]) 
         return spec
     begun = "" if beginning == "possible" else f"TEXT {literal(_NEXT, special)}"
     header = "" if calls else literal(HARMONY.answer, special)
-    lines = [
-        f"start: {begun} analysis* {header} form",
-        f"analysis: {literal(_ANALYSIS + MESSAGE, special)} TEXT {literal(_NEXT, special)}",
-        "TEXT: /(?s:.*)/",
-    ]
+    lines = [f"start: {begun} {'analysis*' if thinks else ''} {header} form", "TEXT: /(?s:.*)/"]
+    if thinks:
+        lines.append(f"analysis: {literal(_ANALYSIS + MESSAGE, special)} TEXT {literal(_NEXT, special)}")
     return spec._replace(thoughts="\n".join(lines))
 
 

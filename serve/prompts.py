@@ -117,11 +117,12 @@ def chat_text(tools: ToolSupport, fields: ChatFields) -> str:
             "reasoning_effort",
             "invalid_value",
         )
+    messages, described = tools.conversation(fields)
     if fields.continue_final_message:
         options["continue_final_message"] = True
-    messages, described = tools.conversation(fields)
-    if fields.continue_final_message and messages[-1].get("thinking") and not messages[-1]["content"]:
-        options["continue_final_message"] = "thinking"  # they were cut, and go on
+        last = messages[-1]
+        if tools.harmony and last.get("thinking") and not last["content"]:  # it was cut in its thoughts
+            options["continue_final_message"] = "thinking"
     if described:
         options["tools"] = described
     try:

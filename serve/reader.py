@@ -10,14 +10,10 @@ class Reader:
     """Of one choice; readers of the formats say more."""
 
     keep: Collection[int] = frozenset()  # special tokens that are text here
-    marks: Mapping[int, str] = MappingProxyType(
-        {}
-    )  # special tokens that are told of by `mark`, and their texts
+    marks: Mapping[int, str] = MappingProxyType({})  # those of them that `mark` is told of, and their texts
     thinking = False  # what comes now is thoughts, or may turn out to be
     thought = False  # there are thoughts, if only empty ones
-    framing = (
-        False  # what comes now is nothing that the model says, so that no stop string is looked for in it
-    )
+    framing = False  # what comes now is not said by the model: no stop string is looked for in it
 
     @property
     def called(self) -> bool:

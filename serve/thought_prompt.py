@@ -61,7 +61,7 @@ class ThoughtSupport:
     def grammar(self, spec: GrammarSpec | None, beginning: Beginning) -> GrammarSpec | None:
         """The form of an answer, with room for the thoughts before it."""
         if spec is not None and self.harmony:
-            return harmony_prompt.around(spec, beginning, self.special)
+            return harmony_prompt.around(spec, beginning, self.special, thinks=self.on)
         if spec is None or beginning == "none":
             return spec
         optional = beginning == "possible"

@@ -1,4 +1,4 @@
-"""The harmony format in front of the real engine: a form after thoughts, a call, and the way back of its result."""
+"""The harmony format in front of the real engine: a form, thoughts before it, a call, and the way back of its result."""
 
 import json
 
@@ -7,24 +7,34 @@ from tests.serve.test_end_to_end import serve
 from tests.serve.test_end_to_end_tools import SWITCH, TOOLS, converse
 from tests.serve.tiny_engine import tiny_engine
 
-END = str(harmony_tokenizer().encode("<|end|>", add_special_tokens=False)[0])
+# Tokens that decide: the end of a message, and the first letters of the channels.
+END, ANALYSIS, COMMENTARY, FINAL = (
+    str(harmony_tokenizer().encode(text, add_special_tokens=False)[0]) for text in ("<|end|>", "a", "c", "f")
+)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def test_harmony_with_the_tiny_engine():
+    form = {"guided_choice": ["yes", "no"]}
+    thoughts = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    going_on = form | {"continue_final_message": True, "add_generation_prompt": False}
     with tiny_engine() as tiny:
         with serve(tiny.engine, harmony_tokenizer()) as server:
             create = server.openai.chat.completions.create
-            given = {"model": "tiny", "messages": MESSAGES, "extra_body": {"guided_choice": ["yes", "no"]}}
-            for seed in range(3):
-                answer = create(**given, max_tokens=150, logit_bias={END: 100}, seed=seed)
+            bias = {END: 100, FINAL: 50}
+            for messages, body, thinking in (
+                (MESSAGES, form, 0),
+                ([*MESSAGES, thoughts], going_on, 1),
+            ):
+                answer = create(model="tiny", messages=messages, extra_body=body, logit_bias=bias, seed=1)
                 (choice,), usage = answer.choices, answer.usage
                 assert (choice.message.content in ("yes", "no"), choice.finish_reason) == (True, "stop")
-                assert usage.completion_tokens_details.reasoning_tokens <= usage.completion_tokens - 9
-            cut = create(**given, max_tokens=30, logit_bias={END: -100, "105": 100})  # "a" of "analysis"
+                assert usage.completion_tokens_details.reasoning_tokens == thinking
+            bias = {END: -100, ANALYSIS: 100}
+            cut = create(model="tiny", messages=MESSAGES, extra_body=form, logit_bias=bias, max_tokens=30)
             assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (None, "length")
             assert cut.usage.completion_tokens_details.reasoning_tokens == 30
-            options = {"tool_choice": "required", "temperature": 0, "logit_bias": {END: 100}}
+            options = {"tool_choice": "required", "temperature": 0, "logit_bias": {COMMENTARY: 100}}
             function, _ = converse(server, MESSAGES, TOOLS, "ok", **options)
             assert function.name == "f"
             assert json.loads(function.arguments) in SWITCH["enum"]

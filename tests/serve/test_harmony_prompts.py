@@ -168,6 +168,10 @@ def test_the_form_is_that_of_the_last_message(kind):
     assert taken(within, final(answer)) == ""
     assert THOUGHTS.grammar(FORMS[kind], "none") is FORMS[kind]
     assert form_of() is None
+    # Where thoughts are a part of the content, there are none.
+    plain = ThoughtSupport.of(TOKENIZER, "none", harmony=True).grammar(FORMS[kind], "possible")
+    assert taken(plain, final(answer)) == f"{final(answer)}."
+    assert taken(plain, analysis("a")) == "<|channel|>"
 
 
 PING = call("ping", "{}")
