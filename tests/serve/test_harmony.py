@@ -145,14 +145,16 @@ def test_no_text_is_lost(pieces, options):
         assert found.count(f"{word} ") == 1 or word in typed
 
 
+# A marker that is written out would be one here, as only tokens tell them apart.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="|"))
 MESSAGES = st.lists(
-    st.tuples(st.sampled_from(("analysis", "commentary", "final")), st.text(st.characters(exclude_categories=["Cs"]))),
+    st.tuples(st.sampled_from(("analysis", "commentary", "final")), TEXT),
     max_size=5,
 )  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)
-@given(MESSAGES, st.dictionaries(st.text(), st.integers(), max_size=3).map(json.dumps), st.booleans())
+@given(MESSAGES, st.dictionaries(TEXT, st.integers(), max_size=3).map(json.dumps), st.booleans())
 def test_what_is_written_is_read(messages, arguments, calls):
     written = [f"<|channel|>{channel}<|message|>{text}<|end|>" for channel, text in messages]
     written += [call("get_weather", arguments)] * calls
