@@ -102,7 +102,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             )
         from models.registry import load_model  # after the options are known to be good
 
-        model = load_model(arguments.model, dtype=arguments.dtype, overrides=arguments.hf_overrides)
+        model = load_model(
+            arguments.model, dtype=arguments.dtype, overrides=arguments.hf_overrides, keep_mxfp4=True
+        )
         limit = model.config.max_positions
         if arguments.sample_tokens > limit:
             raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")

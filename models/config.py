@@ -92,6 +92,9 @@ class ModelConfig:
     expert_size: int = 0  # hidden width of each
     normalize_experts: bool = True  # the weights of the chosen experts add up to one
     dense_layers: tuple[int, ...] = ()
+    experts_mxfp4: bool = (
+        False  # the experts' weights are in MXFP4, as `expert_products.mxfp4.pack` gives them
+    )
     expert_bias: bool = False  # router and experts have biases (GPT-OSS)
     # The experts' gate and up parts are cut off there, g * sigmoid(1.702 g) * (u + 1) instead of silu(g) * u (GPT-OSS).
     swiglu_limit: float | None = None

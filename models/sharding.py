@@ -151,7 +151,7 @@ def pad_heads(
 def bytes_per_device(config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules, itemsize: int) -> int:
     """Bytes of parameters on each device of the mesh."""
     sizes = map_specs(
-        lambda spec, sharding: math.prod(sharding.shard_shape(spec.shape)) * itemsize,
+        lambda spec, sharding: math.prod(sharding.shard_shape(spec.shape)) * (4 if spec.packed else itemsize),
         param_specs(config),
         param_shardings(config, mesh, rules),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from rich.progress import track
 
 from models.config import ModelConfig
 from models.mxfp4 import BLOCK, Mxfp4, dequantize_into
+from models.packed_experts import pack_leaf
 from models.params import Params, ParamSpec, param_specs
 from models.weight_names import is_ignored, leaf_names, text_name
 
@@ -30,6 +31,10 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> np.ndarray | Mxfp4:
         """One tensor, read when it is needed; Mxfp4 only for the weights of all experts of a GGUF file."""
+        ...
+
+    def in_mxfp4(self, name: str) -> bool:
+        """Whether `read` gives Mxfp4."""
         ...
 
 
@@ -153,6 +158,26 @@ def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None
         )
 
 
+def _in_mxfp4(*tensors: Any) -> Mxfp4:
+    """Of a GGUF file one tensor, of a Hugging Face checkpoint blocks and scales."""
+    return tensors[0] if len(tensors) == 1 else Mxfp4(*tensors)
+
+
+def experts_in_mxfp4(source: TensorSource, config: ModelConfig, style: str) -> bool:
+    """Whether a checkpoint has the weights of all experts in MXFP4."""
+    names_here = _names_here(source)
+    pieces = [
+        piece
+        for (leaf, _), pieces in leaf_names(config, style, names_here).items()
+        if leaf in ("expert_gate_up", "expert_down")
+        for piece in pieces
+    ]
+    return bool(pieces) and all(
+        len(piece.names) > 1 or (piece.names[0] in names_here and source.in_mxfp4(names_here[piece.names[0]]))
+        for piece in pieces
+    )
+
+
 def assemble_params(
     source: TensorSource,
     config: ModelConfig,
@@ -165,10 +190,11 @@ def assemble_params(
 
     Args:
       style: whose tensor names the source has, "huggingface" or "gguf".
-      dtype: dtype of all parameters.
+      dtype: dtype of all parameters but experts in MXFP4, if the configuration says that they are (`experts_mxfp4`).
 
     Raises:
       WeightMismatchError: before anything is read, when names or shapes do not fit.
+      NotImplementedError: for experts in MXFP4 that the kernel does not take.
     """
     check_weights(source, config, style)
     parts = _parts(config)
@@ -179,6 +205,10 @@ def assemble_params(
     items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
     for (leaf_name, layer), pieces in items:
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
+        if spec.packed:
+            held = [_in_mxfp4(*(source.read(names_here[name]) for name in piece.names)) for piece in pieces]
+            flat[leaf_name, layer] = pack_leaf(held, spec.shape)
+            continue
         leaf = np.empty(spec.shape, dtype)
         for tensors, part, expert in pieces:
             place = leaf if expert is None else leaf[expert]

@@ -121,7 +121,13 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     """
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    model = load_model(config.model, dtype=jnp.dtype(dtype), progress=progress, overrides=config.hf_overrides)
+    model = load_model(
+        config.model,
+        dtype=jnp.dtype(dtype),
+        progress=progress,
+        overrides=config.hf_overrides,
+        keep_mxfp4=True,
+    )
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
 

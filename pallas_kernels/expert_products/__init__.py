@@ -7,7 +7,14 @@ import jax
 from pallas_kernels import support
 from pallas_kernels.expert_products.plan import ExpertPlan, num_rows, plan_experts
 from pallas_kernels.expert_products.reference import expert_products_reference
-from pallas_kernels.expert_products.tuning import BOX, DEPTH, Tuning, tuning_for
+from pallas_kernels.expert_products.tuning import (
+    BOX,
+    DEPTH,
+    PackedTuning,
+    Tuning,
+    packed_tuning_for,
+    tuning_for,
+)
 
 __all__ = [
     "ExpertPlan",
@@ -15,6 +22,7 @@ __all__ = [
     "expert_products",
     "expert_products_reference",
     "num_rows",
+    "packed_tuning_for",
     "plan_experts",
     "tuning_for",
 ]
@@ -27,7 +35,12 @@ def check_supported(
     *,
     device: jax.Device | None = None,
 ) -> None:
-    """Raises NotImplementedError, naming the feature, for weights [X, depth, parts, columns] that have no kernel."""
+    """Raises NotImplementedError, naming the feature, for weights that have no kernel: see `expert_products`."""
+    if weights_dtype == "int32":
+        if dtype != "bfloat16":
+            raise NotImplementedError(f"rows of {dtype} for experts in MXFP4: the kernel takes bfloat16")
+        support.check_device(device)
+        return
     _, depth, _, columns = weights_shape
     if dtype not in ("bfloat16", "float16"):
         raise NotImplementedError(f"experts of {dtype}: the kernel takes bfloat16 and float16")
@@ -47,13 +60,14 @@ def expert_products(
     weights: jax.Array,
     plan: ExpertPlan,
     *,
-    tuning: Tuning,
+    tuning: Tuning | PackedTuning,
     bias: jax.Array | None = None,
     limit: float | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Rows x [M, depth], sorted as `plan` says, times the weights [X, depth, parts, columns] of their experts: [M, columns].
 
+    Weights in MXFP4 are i32[X, parts, columns / 64, depth / 64, 17, 32] as from `mxfp4.pack`, their tuning a PackedTuning.
     `bias` [X, parts, columns] is added to the products. With two parts, gate and up, the result is SiLU(gate) * up, and with
     a `limit` that of GPT-OSS (`reference.activation`). Sums are float32, the result has the dtype of x. Rows of no block
     hold anything. `plan` was made for blocks of `tuning.rows`.
@@ -61,9 +75,11 @@ def expert_products(
     Raises NotImplementedError for what `check_supported` says.
     """
     from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
+    from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
 
     if interpret is None:
         check_supported(x.dtype, weights.dtype, weights.shape)
-    return expert_products_mosaic_gpu(
-        x, weights, plan, tuning=tuning, bias=bias, limit=limit, interpret=interpret
-    )
+    options: dict[str, Any] = {"bias": bias, "limit": limit, "interpret": interpret}
+    if isinstance(tuning, PackedTuning):
+        return packed_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)
+    return expert_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)

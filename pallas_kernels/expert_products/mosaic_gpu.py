@@ -231,7 +231,7 @@ def _compute(
             if bias:
                 sums = tuple(s + _bias(cfg, bias[0], tile, part) for part, s in enumerate(sums))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[...] = _finish(sums, cfg.limit).astype(out.dtype)
+            staged[...] = finish(sums, cfg.limit).astype(out.dtype)
             plgpu.commit_smem()
             row = pl.multiple_of(tile.row + wg * ROWS, ALIGN)
 
@@ -267,7 +267,7 @@ def _bias(cfg: _Config, bias: Any, tile: _Tile, part: int) -> Any:
     return lax.broadcast_in_dim(values, (ROWS, cfg.width), (1,))
 
 
-def _finish(sums: tuple[Any, ...], limit: float | None) -> Any:
+def finish(sums: tuple[Any, ...], limit: float | None) -> Any:
     """One part as it is; of gate and up `reference.activation`."""
     if len(sums) == 1:
         return sums[0]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.expert_products.plan import ExpertPlan
 
 GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
@@ -28,15 +29,19 @@ def expert_products_reference(
 ) -> jax.Array:
     """See `pallas_kernels.expert_products.expert_products`; for blocks of any size."""
     rows, depth = x.shape
-    _, _, parts, columns = weights.shape
+    packed = weights.ndim == 6
+    parts, columns = (weights.shape[1], weights.shape[2] * mxfp4.TILE) if packed else weights.shape[2:]
     block = plan.block
     x = jnp.pad(x, ((0, block), (0, 0)))
+
+    def matrix(held: jax.Array) -> jax.Array:
+        return mxfp4.unpack(held).swapaxes(0, 1).astype(x.dtype) if packed else held
 
     def body(b: jax.Array, out: jax.Array) -> jax.Array:
         expert, row, _ = plan.place(b)
         sums = jnp.matmul(
             lax.dynamic_slice_in_dim(x, row, block),
-            weights[expert].reshape(depth, parts * columns),
+            matrix(weights[expert]).reshape(depth, parts * columns),
             preferred_element_type=f32,
         )
         if bias is not None:

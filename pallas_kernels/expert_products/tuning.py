@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.support import num_sms
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
@@ -39,3 +40,39 @@ MANY = Tuning(warpgroups=2, columns=128, stages=5)
 def tuning_for(rows: int, num_experts: int) -> Tuning:
     """For `rows` rows dealt to `num_experts` experts."""
     return FEW if rows <= 32 * num_experts else MANY
+
+
+SHARED = 192 * 1024  # bytes of an SM's shared memory for what is under way
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedTuning:
+    """The same for MXFP4 weights (`mxfp4_gpu`)."""
+
+    rows: int  # of a block: 8 to 256
+    per_sm: int  # computing warpgroups of an SM, 64 columns each
+    warpgroups: int = 1  # of these in one CTA, sharing rows, at most; as many as divide the columns
+    deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
+    num_ctas: int | None = None
+
+    def shape(self, across: int, deep: int, parts: int) -> tuple[int, int, int]:
+        """(computing warpgroups of a CTA, tiles along the depth of a step, steps under way) for weights of so many tiles."""
+        wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
+        step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
+        bytes_of_step = step * (wgs * parts * mxfp4.BYTES + self.rows * mxfp4.TILE * 2)
+        stages = SHARED // max(1, self.per_sm // wgs) // bytes_of_step
+        return wgs, step, max(2, min(stages, deep // step + 1))
+
+    def ctas(self, wgs: int) -> int:
+        """CTAs of a call, of so many computing warpgroups."""
+        return num_sms() * max(1, self.per_sm // wgs) if self.num_ctas is None else self.num_ctas
+
+
+PACKED_FEW = PackedTuning(rows=16, per_sm=2, deep=5)
+PACKED_SOME = PackedTuning(rows=32, per_sm=3, warpgroups=3, deep=3)
+PACKED_MANY = PackedTuning(rows=64, per_sm=3, warpgroups=3, deep=3)
+
+
+def packed_tuning_for(rows: int, num_experts: int) -> PackedTuning:
+    """For `rows` rows dealt to `num_experts` experts."""
+    return PACKED_FEW if rows <= 8 * num_experts else PACKED_SOME if rows <= 20 * num_experts else PACKED_MANY

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import expert_products as ep
+from pallas_kernels.expert_products import mxfp4
 
 LIMIT = 0.7  # cuts off some of these gates and ups
 
@@ -17,8 +18,8 @@ LIMIT = 0.7  # cuts off some of these gates and ups
 class Case:
     experts: np.ndarray  # i32[T, k], different ones in a row
     x: jax.Array  # [T, E]
-    gate_up: jax.Array  # [X, E, 2, F]
-    down: jax.Array  # [X, F, 1, E]
+    gate_up: jax.Array  # [X, E, 2, F], or in MXFP4
+    down: jax.Array  # [X, F, 1, E], or in MXFP4
     gate_up_bias: jax.Array | None  # [X, 2, F]
     down_bias: jax.Array | None  # [X, 1, E]
     limit: float | None
@@ -29,7 +30,7 @@ class Case:
 
     def expected(self) -> np.ndarray:
         """f64[T, k, E]: each chosen expert's MLP of each token."""
-        x, gate_up, down = (np.asarray(a, np.float64) for a in (self.x, self.gate_up, self.down))
+        x, gate_up, down = (np.asarray(_plain(a), np.float64) for a in (self.x, self.gate_up, self.down))
         gate_up_bias, down_bias = (
             np.zeros((self.num_experts, 1, 1)) if a is None else np.asarray(a, np.float64)
             for a in (self.gate_up_bias, self.down_bias)
@@ -64,8 +65,12 @@ def make_case(
     dtype: jax.typing.DTypeLike = jnp.float32,
     busy: int | None = None,
     like_gpt_oss: bool = False,
+    packed: bool = False,
 ) -> Case:
-    """`busy`: only so many experts get anything, all others nothing; `like_gpt_oss`: with biases and a limit."""
+    """`busy`: only so many experts get anything, all others nothing; `like_gpt_oss`: with biases and a limit.
+
+    `packed`: the weights are in MXFP4, of many scales.
+    """
     rng = np.random.default_rng(tokens * 31 + num_experts)
     among = rng.permutation(num_experts)[:busy]
     experts = np.stack([rng.permutation(among)[:per_token] for _ in range(tokens)]).astype(np.int32)
@@ -73,15 +78,27 @@ def make_case(
     def normal(shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape) * fan_in**-0.5, dtype)
 
+    def weights(parts: int, depth: int, columns: int) -> jax.Array:
+        if not packed:
+            return normal((num_experts, depth, parts, columns), depth)
+        blocks = rng.integers(0, 256, (num_experts, parts, columns, depth // 32, 16)).astype(np.uint8)
+        scales = rng.integers(118, 124, blocks.shape[:-1]).astype(np.uint8)
+        return jax.jit(mxfp4.pack)(blocks, scales)
+
     return Case(
         experts,
         normal((tokens, hidden), 1),
-        normal((num_experts, hidden, 2, width), hidden),
-        normal((num_experts, width, 1, hidden), width),
+        weights(2, hidden, width),
+        weights(1, width, hidden),
         normal((num_experts, 2, width), 1) if like_gpt_oss else None,
         normal((num_experts, 1, hidden), 1) if like_gpt_oss else None,
         LIMIT if like_gpt_oss else None,
     )
+
+
+def _plain(weights: jax.Array) -> jax.Array:
+    """[X, depth, parts, columns], of weights in MXFP4 too."""
+    return mxfp4.unpack(weights).swapaxes(1, 2) if weights.ndim == 6 else weights
 
 
 def relative_error(got: jax.Array, want: np.ndarray) -> float:

@@ -12,8 +12,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
-from pallas_kernels.expert_products.tuning import FEW, MANY
+from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
+from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_SOME
 from tests.kernels.expert_cases import make_case, relative_error
+
+PACKED = {"packed": True, "like_gpt_oss": True}
 
 
 @settings(max_examples=30, deadline=None)
@@ -47,7 +50,7 @@ def test_plan(data):
 
 
 @pytest.mark.parametrize("block", [8, 64])
-@pytest.mark.parametrize("options", [{}, {"busy": 3}, {"like_gpt_oss": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"busy": 3}, {"like_gpt_oss": True}, {"packed": True}], ids=str)
 def test_reference(block, options):
     case = make_case(150, 3, 6, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
@@ -56,20 +59,23 @@ def test_reference(block, options):
 
 
 @pytest.mark.parametrize(
-    ("tuning", "sizes", "like_gpt_oss"),
+    ("tuning", "sizes", "options"),
     [
-        (dataclasses.replace(FEW, num_ctas=2, stages=3), (5, 2, 4, 128, 192), False),
-        (dataclasses.replace(FEW, num_ctas=2, stages=2), (80, 1, 2, 64, 64), False),
-        (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), False),
-        (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), True),
+        (dataclasses.replace(FEW, num_ctas=2, stages=3), (5, 2, 4, 128, 192), {}),
+        (dataclasses.replace(FEW, num_ctas=2, stages=2), (80, 1, 2, 64, 64), {}),
+        (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), {}),
+        (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), {"like_gpt_oss": True}),
+        (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
+        (dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED),
     ],
-    ids=["few rows", "blocks of one expert", "two warpgroups", "biases and a limit"],
+    ids=["few rows", "one expert", "two warpgroups", "biases and a limit", "packed", "packed, warpgroups"],
 )
-def test_kernel_in_the_interpreter(tuning, sizes, like_gpt_oss):
-    case = make_case(*sizes, dtype=jnp.float16, like_gpt_oss=like_gpt_oss)
+def test_kernel_in_the_interpreter(tuning, sizes, options):
+    case = make_case(*sizes, dtype=jnp.float16, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    kernel = packed_products_mosaic_gpu if "packed" in options else expert_products_mosaic_gpu
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = case.products(expert_products_mosaic_gpu, plan, tuning=tuning, interpret=interpret)
+    out = case.products(kernel, plan, tuning=tuning, interpret=interpret)
     assert relative_error(out, case.expected()) < 2e-3
     assert not gpu_callbacks.get_races().races_found
 
@@ -85,8 +91,13 @@ def test_what_is_not_supported():
         NotImplementedError, match="experts of 64 x 96: the kernel takes multiples of 64 and 64"
     ):
         ep.check_supported("bfloat16", "bfloat16", (4, 64, 2, 96))
-    with pytest.raises(NotImplementedError, match="platform cpu"):
-        ep.check_supported("bfloat16", "bfloat16", (4, 64, 2, 64))
+    with pytest.raises(
+        NotImplementedError, match="rows of float16 for experts in MXFP4: the kernel takes bfloat16"
+    ):
+        ep.check_supported("float16", "int32", (4, 2, 1, 1, 17, 32))
+    for weights in (("bfloat16", (4, 64, 2, 64)), ("int32", (4, 2, 1, 1, 17, 32))):
+        with pytest.raises(NotImplementedError, match="platform cpu"):
+            ep.check_supported("bfloat16", *weights)
 
 
 def test_a_plan_for_other_blocks_is_refused():
@@ -94,3 +105,6 @@ def test_a_plan_for_other_blocks_is_refused():
     plan = ep.plan_experts(jnp.asarray(case.experts), 2, 8)
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 64"):
         expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=FEW)
+    case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed=True)
+    with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
+        packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_FEW)

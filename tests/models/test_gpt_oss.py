@@ -17,9 +17,7 @@ from models.rope_scaling import RopeScaling
 from models.testing import random_params, reference_decode, tiny_gpt_oss_config, tiny_tokenizer
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
-from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors
-
-FP4 = np.asarray([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors, in_mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -107,32 +105,6 @@ def test_logits_in_bfloat16_are_near(golden):
     logits = logits_of(params, config, stored["tokens"])
     error = np.sqrt(np.mean((logits - stored["logits"]) ** 2))
     assert error < 0.2 * stored["logits"].std()  # a token may go to another expert
-
-
-def quantised(weights):
-    """[X, in, out] -> (blocks u8[X, out, in / 32, 16], scales u8[X, out, in / 32], what they stand for [X, in, out])."""
-    x = weights.astype(np.float64).swapaxes(1, 2)
-    x = x.reshape(*x.shape[:2], -1, 32)
-    exponent = np.floor(np.log2(np.abs(x).max(-1, keepdims=True))) - 2
-    scaled = x / 2.0**exponent
-    number = np.abs(np.abs(scaled)[..., None] - FP4).argmin(-1)
-    nibble = (number + 8 * (scaled < 0)).astype(np.uint8)
-    values = np.where(scaled < 0, -FP4[number], FP4[number]) * 2.0**exponent
-    blocks = nibble[..., ::2] | nibble[..., 1::2] << 4
-    scales = (exponent[..., 0] + 127).astype(np.uint8)
-    blocks, scales = map(np.ascontiguousarray, (blocks, scales))  # as safetensors takes them for granted
-    return blocks, scales, values.reshape(*x.shape[:2], -1).swapaxes(1, 2).astype(np.float32)
-
-
-def in_mxfp4(tensors):
-    """(the checkpoint as it is published, the same with dequantised experts)"""
-    packed, plain = {}, {}
-    for name, x in tensors.items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            packed[f"{name}_blocks"], packed[f"{name}_scales"], plain[name] = quantised(x)
-        else:
-            packed[name] = plain[name] = x
-    return packed, plain
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

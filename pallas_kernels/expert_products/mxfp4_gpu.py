@@ -1,0 +1,248 @@
+"""The products with MXFP4 weights for Hopper GPUs, in Pallas' Mosaic GPU: a fourth of the bytes of bfloat16 ones.
+
+As `mosaic_gpu`, but turned round: a warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the
+left operand, and the rows of a block as the right one. So a block may have as few as 8 rows, and nothing of what is
+unpacked goes through shared memory. Each computing warpgroup has columns of its own; they share the rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.expert_products import mxfp4, unpack_op
+from pallas_kernels.expert_products.mosaic_gpu import finish
+from pallas_kernels.expert_products.plan import ExpertPlan, place
+from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+i32, f32 = jnp.int32, jnp.float32
+TILE = mxfp4.TILE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Config:
+    deep: int  # tiles along the depth
+    across: int  # tiles along the columns of one part
+    parts: int
+    limit: float | None
+    rows: int  # of a block
+    warpgroups: int  # computing ones
+    deep_step: int  # tiles along the depth that one step loads
+    stages: int  # steps under way
+    num_ctas: int
+    interpreted: bool
+
+    @property
+    def tiles(self) -> int:
+        """Of a block of rows: each computing warpgroup takes a tile's columns."""
+        return self.across // self.warpgroups
+
+    @property
+    def steps(self) -> int:
+        return self.deep // self.deep_step
+
+
+class _Tile:
+    """The n-th tile of a CTA."""
+
+    def __init__(self, cfg: _Config, blocks: tuple[Any, ...], n: Any) -> None:
+        number = n * cfg.num_ctas + lax.axis_index("cta")
+        block = lax.div(number, i32(cfg.tiles))
+        self.column = lax.rem(number, i32(cfg.tiles)) * cfg.warpgroups
+        expert, first, counts, ends = blocks
+        self.expert, row, self.rows = place(block, expert, first, counts, ends, cfg.rows)
+        self.row = pl.multiple_of(row, ALIGN)
+
+
+def packed_products_mosaic_gpu(
+    x: jax.Array,
+    weights: jax.Array,
+    plan: ExpertPlan,
+    *,
+    tuning: PackedTuning,
+    bias: jax.Array | None = None,
+    limit: float | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """See `pallas_kernels.expert_products.expert_products`; weights i32[X, parts, columns / 64, depth / 64, 17, 32]."""
+    if plan.block != tuning.rows:
+        raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
+    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+    return _call(x, weights, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
+def _call(
+    x: jax.Array,
+    weights: jax.Array,
+    bias: jax.Array | None,
+    *blocks: jax.Array,
+    limit: float | None,
+    tuning: PackedTuning,
+    interpret: Any,
+) -> jax.Array:
+    num_experts, parts, across, deep, *tile = weights.shape
+    wgs, deep_step, stages = tuning.shape(across, deep, parts)
+    cfg = _Config(
+        deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, deep_step=deep_step,
+        stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
+    )  # fmt: skip
+    biases = () if bias is None else (bias,)
+
+    def expert_products(*refs: Any) -> None:  # the name that profiles show
+        x_ref, weights_ref, *bias_ref, out = refs[4:]
+        _kernel(cfg, x.dtype, refs[:4], x_ref, weights_ref, bias_ref, out)
+
+    kernel = plgpu.kernel(
+        expert_products,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], across * TILE), x.dtype),
+        grid=(cfg.num_ctas,),
+        grid_names=("cta",),
+        num_threads=wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(*blocks, x, weights.reshape(num_experts * parts * across, deep, *tile), *biases)
+
+
+def _kernel(
+    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, bias: list[Any], out: Any
+) -> None:
+    wgs, stages, deep_step = cfg.warpgroups, cfg.stages, cfg.deep_step
+
+    def body(x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
+        wg = lax.axis_index("wg")
+        ends = blocks[-1]
+        total = ends[ends.shape[0] - 1] * cfg.tiles
+        rounds = lax.div(
+            jnp.maximum(total - lax.axis_index("cta") + (cfg.num_ctas - 1), 0), i32(cfg.num_ctas)
+        )
+
+        @pl.when(wg < wgs)
+        def _compute_all() -> None:
+            unpacked = spare[0].at[wg] if spare else None
+            _compute(cfg, wg, rounds, blocks, bias, out, x_s, w_s, out_s, unpacked, full, free)
+
+        @pl.when(wg == wgs)
+        def _load_all() -> None:
+            _load(cfg, rounds, blocks, x, weights, x_s, w_s, full, free)
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    tile = (mxfp4.ROWS, mxfp4.WORDS)
+    pl.run_scoped(
+        body,
+        plgpu.SMEM((stages, cfg.rows, deep_step * TILE), dtype, transforms=tiled),
+        plgpu.SMEM((stages, wgs, cfg.parts, deep_step, *tile), jnp.int32),
+        plgpu.SMEM((wgs, cfg.rows, TILE), dtype, transforms=tiled),
+        plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        *([plgpu.SMEM((wgs, TILE, TILE), dtype)] if cfg.interpreted else []),
+        collective_axes="wg",
+    )
+
+
+def _load(
+    cfg: _Config, rounds: Any, blocks: Any, x: Any, weights: Any, x_s: Any, w_s: Any, full: Any, free: Any
+) -> None:
+    """The loading warpgroup."""
+    stages, deep_step = cfg.stages, cfg.deep_step
+
+    def one_tile(n: Any, done: Any) -> Any:
+        tile = _Tile(cfg, blocks, n)
+
+        def one_step(j: Any, nothing: Any) -> None:
+            slot = lax.rem(done + j, i32(stages))
+
+            @pl.when(done + j >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            for wg in range(cfg.warpgroups):
+                for part in range(cfg.parts):
+                    at = (tile.expert * cfg.parts + part) * cfg.across + tile.column + wg
+                    held = weights.at[at, pl.ds(j * deep_step, deep_step)]
+                    plgpu.copy_gmem_to_smem(held, w_s.at[slot, wg, part], full.at[slot])
+            deep = pl.ds(j * deep_step * TILE, deep_step * TILE)
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(tile.row, cfg.rows), deep], x_s.at[slot], full.at[slot])
+
+        lax.fori_loop(0, cfg.steps, one_step, None)
+        return done + cfg.steps
+
+    done = lax.fori_loop(0, rounds, one_tile, i32(0))
+    if cfg.interpreted:  # it wants every completion of a barrier to be seen
+        for slot in range(stages):
+            pl.when(done > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+
+
+def _compute(
+    cfg: _Config,
+    wg: Any,
+    rounds: Any,
+    blocks: Any,
+    bias: list[Any],  # of none or one reference
+    out: Any,
+    x_s: Any,
+    w_s: Any,
+    out_s: Any,
+    unpacked: Any,  # shared memory of the interpreter's, or None
+    full: Any,
+    free: Any,
+) -> None:
+    """A computing warpgroup."""
+    stages, rows = cfg.stages, cfg.rows
+    staged = out_s.at[wg]
+
+    def one_tile(n: Any, done: Any) -> Any:
+        tile = _Tile(cfg, blocks, n)
+        column = tile.column + wg
+
+        def products(*accumulators: Any) -> tuple[Any, ...]:
+            def one_step(j: Any, nothing: Any) -> None:
+                slot = lax.rem(done + j, i32(stages))
+                plgpu.barrier_wait(full.at[slot])
+                for i in range(cfg.deep_step):
+                    given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
+                    for part, acc in enumerate(accumulators):
+                        plgpu.wgmma(acc, unpack_op.unpack(w_s.at[slot, wg, part, i], unpacked), given)
+                        plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
+
+            lax.fori_loop(0, cfg.steps, one_step, None)
+            return tuple(acc[...] for acc in accumulators)
+
+        sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)
+        if bias:
+            sums = tuple(s + _bias(bias[0], tile.expert, part, column, rows) for part, s in enumerate(sums))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        unpack_op.store_transposed(
+            finish(sums, cfg.limit).astype(out.dtype), staged, interpreted=cfg.interpreted
+        )
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(column * TILE, TILE), TILE)
+
+        def copy(first: int, size: int) -> None:
+            rows_out = out.at[pl.ds(pl.multiple_of(tile.row + first, ALIGN), size), columns]
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(first, size)], rows_out)
+
+        pl.when(tile.rows >= rows)(functools.partial(copy, 0, rows))
+        for first in range(0, rows, ALIGN):
+            pl.when((tile.rows < rows) & (tile.rows > first))(functools.partial(copy, first, ALIGN))
+        return done + cfg.steps
+
+    lax.fori_loop(0, rounds, one_tile, i32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _bias(bias: Any, expert: Any, part: int, column: Any, rows: int) -> Any:
+    """Of a tile's columns, for all rows."""
+    held = bias.at[expert, part, pl.ds(pl.multiple_of(column * TILE, TILE), TILE)]
+    values = plgpu.load(held, layout=BY_ROW, optimized=False).astype(f32)
+    return lax.broadcast_in_dim(values, (TILE, rows), (0,))
