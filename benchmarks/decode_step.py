@@ -22,74 +22,11 @@ import numpy as np
 
 import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, trace_kernels
-from models.config import ModelConfig, RopeScaling
-from models.gemma import gemma3_fields
+from benchmarks.shapes import LLAMA_8B, SHAPES
+from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
+from pallas_kernels.expert_products import mxfp4
 
-LLAMA_8B = ModelConfig(
-    name="llama-3.1-8b",
-    vocab_size=128_256,
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131_072,
-    rope_theta=500_000.0,
-)
-QWEN3_4B = ModelConfig(
-    name="qwen3-4b",
-    vocab_size=151_936,
-    num_layers=36,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_positions=131_072,
-    rope_theta=1_000_000.0,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    qk_norm=True,
-)
-GEMMA_3_12B = ModelConfig(
-    name="gemma-3-12b",
-    vocab_size=262_208,
-    num_layers=48,
-    hidden_size=3840,
-    intermediate_size=15_360,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=256,
-    max_positions=131_072,
-    rope_theta=1_000_000.0,
-    rope_scaling=RopeScaling(kind="linear", factor=8.0),
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    sliding_window=1024,
-    sliding_layers=tuple(layer for layer in range(48) if layer % 6 != 5),
-    sliding_rope_theta=10_000.0,
-    **gemma3_fields(hidden_size=3840, query_scale=256**-0.5),
-)
-QWEN3_30B_A3B = ModelConfig(
-    name="qwen3-30b-a3b",
-    vocab_size=151_936,
-    num_layers=48,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    max_positions=262_144,
-    rope_theta=10_000_000.0,
-    norm_eps=1e-6,
-    qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-    expert_size=768,
-)
-SHAPES = {shape.name: shape for shape in (LLAMA_8B, QWEN3_4B, GEMMA_3_12B, QWEN3_30B_A3B)}
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
@@ -101,15 +38,21 @@ def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig) -> Any:
-    """bfloat16 weights, made on the device."""
-    keys = iter(jax.random.split(jax.random.key(0), 16 * config.num_layers + 16))
+    """bfloat16 weights, and experts in MXFP4, made on the device."""
+    keys = iter(jax.random.split(jax.random.key(0), 24 * config.num_layers + 16))
 
     @partial(jax.jit, static_argnums=1)  # compiled once for each shape
     def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
 
+    @partial(jax.jit, static_argnums=1)
+    def packed(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        scales = jnp.uint32((120 + 126) * 0x01010101)  # 2 ** -7: a deviation of 0.02
+        words = jax.random.bits(key, shape, jnp.uint32).at[..., mxfp4.ROWS - 1, :].set(scales)
+        return jax.lax.bitcast_convert_type(words, jnp.int32)
+
     def draw(spec: ParamSpec) -> jax.Array:
-        return normal(next(keys), spec.shape)
+        return (packed if spec.packed else normal)(next(keys), spec.shape)
 
     return map_specs(draw, param_specs(config))
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import decode_step
+from benchmarks import decode_step, shapes
 from models.config import ModelConfig
 from models.registry import LoadedModel
 from serve.args import ServeConfig
@@ -44,12 +44,7 @@ SMALL = ModelConfig(
     max_positions=8192,
     rope_theta=100_000.0,
 )
-SHAPES = {
-    "llama-8b": decode_step.LLAMA_8B,
-    "gemma-12b": decode_step.GEMMA_3_12B,
-    "qwen3-30b-a3b": decode_step.QWEN3_30B_A3B,
-    "small": SMALL,
-}
+SHAPES = shapes.SHAPES | {"llama-8b": shapes.LLAMA_8B, "gemma-12b": shapes.GEMMA_3_12B, "small": SMALL}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {"temperature": 1.0},

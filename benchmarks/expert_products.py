@@ -2,12 +2,14 @@
 
   python -m benchmarks.expert_products                     Qwen3-30B-A3B's experts, 1 to 8192 tokens, on one Hopper GPU
   python -m benchmarks.expert_products --shape mixtral-8x7b
+  python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
 than it is read in between). Tokens are routed evenly at random. The floor is what is larger: the bytes of the experts that
 are reached at the roof, a large reduction measured in the same run, or the products at 800 TFLOP/s. `ragged_dot` is
 `jax.lax.ragged_dot`, `pallas` the kernel in `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles;
-they compute gate and up alone, without SiLU, and are compared with our first product.
+they compute gate and up alone, without SiLU, and are compared with our first product. With `--mxfp4` both products are
+compared with those of our kernel for bfloat16. GPT-OSS's have its biases and activation.
 """
 
 import argparse
@@ -23,10 +25,13 @@ from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
 from pallas_kernels import expert_products as ep
+from pallas_kernels.expert_products import mxfp4
 
 SHAPES = {  # experts, chosen of them, hidden size, width of an expert
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "mixtral-8x7b": (8, 2, 4096, 14_336),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "gpt-oss-120b": (128, 4, 2880, 2880),
 }
 TOKENS = (1, 4, 32, 128, 512, 2048, 8192)
 TENSOR_CORES = 800.0  # TFLOP/s
@@ -39,33 +44,59 @@ def library_us(call: Any, *args: jax.Array) -> float:
     return sum(sum(times) for times in trace_kernels(lambda: run(*args)).values())
 
 
-def measure(shape: str, tokens: int, roof: float, weights: tuple[jax.Array, jax.Array], others: bool) -> dict:
+def both_us(
+    x: jax.Array, experts: np.ndarray, weights: tuple[jax.Array, jax.Array], like_gpt_oss: bool
+) -> tuple[float, float]:
+    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to."""
+    num_experts, packed = len(weights[0]), weights[0].ndim == 6
+    tuning = (ep.packed_tuning_for if packed else ep.tuning_for)(experts.size, num_experts)
+    plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
+    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+    hidden = x.shape[1]
+    width = weights[0].shape[2] * mxfp4.TILE if packed else weights[0].shape[3]
+    biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
+
+    def products(x: jax.Array, w: jax.Array, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
+        given = plan._replace(**dict(zip(("expert", "first", "counts", "ends"), blocks, strict=True)))
+        limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
+        return ep.expert_products(x, w, given, tuning=tuning, bias=bias, limit=limit)
+
+    x, times = x[plan.token], []
+    for w, bias in zip(weights, biases if like_gpt_oss else (None, None), strict=True):
+        args = (x, w, bias, *blocks)
+        times.append(cold_kernel_us(products, args, "expert_products")[0])
+        x = jax.jit(products)(*args)
+    return times[0], times[1]
+
+
+def measure(
+    shape: str,
+    tokens: int,
+    roof: float,
+    weights: tuple[jax.Array, jax.Array],
+    packed: tuple[jax.Array, jax.Array] | None,
+    others: bool,
+) -> dict:
     num_experts, count, hidden, width = SHAPES[shape]
     rng = np.random.default_rng(tokens)
     experts = np.stack([rng.permutation(num_experts)[:count] for _ in range(tokens)]).astype(np.int32)
-    tuning = ep.tuning_for(tokens * count, num_experts)
-    plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
-    rows = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)[plan.token]
-    gate_up, down = weights
-
-    def products(x: jax.Array, w: jax.Array, *blocks: jax.Array) -> jax.Array:
-        given = plan._replace(**dict(zip(("expert", "first", "counts", "ends"), blocks, strict=True)))
-        return ep.expert_products(x, w, given, tuning=tuning)
-
-    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
-    inner = jax.jit(products)(rows, gate_up, *blocks)
-    first, _ = cold_kernel_us(products, (rows, gate_up, *blocks), "expert_products")
-    second, _ = cold_kernel_us(products, (inner, down, *blocks), "expert_products")
+    given = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
+    gate_up, down = packed or weights
+    like_gpt_oss = shape.startswith("gpt-oss")
+    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss)
     reached = len(np.unique(experts)) / num_experts
     read = (gate_up.nbytes + down.nbytes) * reached / roof / 1e3
     computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
     row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
-    if others:
+    if packed:
+        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss))
+        row["x_bfloat16"] = row["bfloat16_us"] / (first + second)
+    elif others:
         sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
         x = jax.random.normal(jax.random.key(1), (max(tokens * count, 64), hidden), jnp.bfloat16)
         sizes = sizes.at[-1].add(len(x) - tokens * count)  # the kernel of Pallas wants a tile at least
-        flat = gate_up.reshape(num_experts, hidden, 2 * width)
+        flat = weights[0].reshape(num_experts, hidden, 2 * width)
         row["ragged_dot_us"] = library_us(jax.lax.ragged_dot, x, flat, sizes)
 
         def pallas(x: jax.Array, w: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
@@ -85,6 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
     parser.add_argument("--alone", action="store_true", help="without the two others")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
@@ -96,9 +128,17 @@ def main() -> None:
         draw(keys[0], (num_experts, hidden, 2, width)),
         draw(keys[1], (num_experts, width, 1, hidden)),
     )
+    packed = None
+    if args.mxfp4:
+        made = np.random.default_rng(0)
+        shapes = ((2, width, hidden), (1, hidden, width))
+        gate_up, down = (
+            jnp.asarray(mxfp4.random(made, mxfp4.packed_shape(num_experts, *shape), 0.02)) for shape in shapes
+        )
+        packed = (gate_up, down)
     rows = []
     for tokens in args.tokens:
-        rows.append(measure(args.shape, tokens, roof, weights, not args.alone))
+        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone))
         print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
     table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
     for key in rows[0]:

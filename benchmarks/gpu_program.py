@@ -27,9 +27,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tangram_jax as tj
-from benchmarks.decode_step import LLAMA_8B, SHAPES, first_layers, ragged
+from benchmarks.decode_step import first_layers, ragged
+from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
-from models.params import map_specs, param_specs
+from models.params import abstract_params
 from pallas_kernels import support
 from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
 from tangram_jax.step import Chunk, Decode, step
@@ -99,7 +100,7 @@ def compiled_step(config: ModelConfig, chunk: int, decode: int, scorer: str) -> 
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     plan = tj.CachePlan.build(ragged(config, 0.25), 4, 64, sliding=tj.SlidingLayers.of(config))
-    params = map_specs(lambda spec: abstract(spec.shape, jnp.bfloat16), param_specs(config))
+    params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), abstract_params(config, jnp.bfloat16))
     make = jax.eval_shape(
         lambda: tj.init_cache(
             plan,

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
-from benchmarks.decode_step import LLAMA_8B, ragged, random_weights
+from benchmarks.decode_step import ragged, random_weights
 from benchmarks.gpu_timing import trace_kernels
+from benchmarks.shapes import LLAMA_8B
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
 from models.rope import rope_tables

@@ -66,7 +66,7 @@ def unpack(tile: jax.Ref, spare: jax.Ref | None) -> Any:
     return run(tile)
 
 
-def store_transposed(value: jax.Array, dst: jax.Ref, *, interpreted: bool) -> None:
+def store_transposed(value: jax.Array, dst: Any, *, interpreted: bool) -> None:
     """Stores [columns, rows] registers to [rows, columns] in shared memory."""
     if interpreted:
         dst[...] = value.T
