@@ -65,6 +65,8 @@ def expert_mlp(
         logits = jnp.matmul(x, layer_params["router"], preferred_element_type=jnp.float32)
         if config.expert_bias:
             logits += layer_params["router_bias"].astype(jnp.float32)
+        experts = likeliest(logits, count)
+        routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
     if not config.experts_mxfp4:
         down = down[:, :, None]
@@ -79,8 +81,8 @@ def expert_mlp(
     kernel = _has_kernel(x, gate_up, down)
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
-    weights, plan = _route(logits, there, config, block, kernel)
-    with jax.named_scope("gather_rows"):
+    with jax.named_scope("plan_experts"):
+        plan = ep.plan_experts(routed, num_experts, block)
         h = x[plan.token]
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
@@ -90,29 +92,11 @@ def expert_mlp(
             else:
                 h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
+        weights = expert_weights(logits, experts, config.normalize_experts)
         # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
         parts = [h[plan.position[:, j]].astype(jnp.float32) * weight for j, weight in enumerate(weights)]
         total = sum(parts[1:], parts[0]).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
-
-
-def _route(
-    logits: Float[Array, "T X"],
-    there: Bool[Array, " T"] | None,
-    config: ModelConfig,
-    block: int,
-    kernel: bool,
-) -> tuple[list[Float[Array, "T 1"]], ep.ExpertPlan]:
-    """The weights of each token's experts, and the plan of their products; in one kernel where there is one."""
-    count, normalize = config.experts_per_token, config.normalize_experts
-    with jax.named_scope("plan_experts"):
-        if kernel and ep.routing_supported(*logits.shape):
-            present = jnp.ones(len(logits), bool) if there is None else there
-            weights, plan = ep.route(logits, present, count, block, normalize=normalize)
-            return [w[:, None] for w in weights], plan
-        experts = likeliest(logits, count)
-        routed = experts if there is None else jnp.where(there[:, None], experts, config.num_experts)
-        return expert_weights(logits, experts, normalize), ep.plan_experts(routed, config.num_experts, block)
 
 
 def _has_kernel(x: Array, *matrices: Array) -> bool:

@@ -24,8 +24,6 @@ __all__ = [
     "num_rows",
     "packed_tuning_for",
     "plan_experts",
-    "route",
-    "routing_supported",
     "tuning_for",
 ]
 
@@ -55,26 +53,6 @@ def check_supported(
             f"experts of {depth} x {columns}: the kernel takes multiples of {DEPTH} and {BOX}"
         )
     support.check_device(device)
-
-
-def routing_supported(tokens: int, num_experts: int) -> bool:
-    """Whether `route` has a kernel for so many."""
-    from pallas_kernels.expert_products import routing
-
-    try:
-        routing.check_supported(tokens, num_experts)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def route(
-    logits: jax.Array, there: jax.Array, per_token: int, block: int, *, normalize: bool
-) -> tuple[jax.Array, ExpertPlan]:
-    """See `routing.route`."""
-    from pallas_kernels.expert_products import routing
-
-    return routing.route(logits, there, per_token, block, normalize=normalize)
 
 
 def expert_products(

@@ -47,11 +47,6 @@ def num_rows(tokens: int, per_token: int, num_experts: int) -> int:
     return -(-(rows + min(rows, num_experts) * (ALIGN - 1)) // ALIGN) * ALIGN
 
 
-def most_blocks(rows: int, num_experts: int, block: int) -> int:
-    """Blocks that so many rows can make."""
-    return min(rows, num_experts) + rows // block
-
-
 def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan:
     """Sorts i32[T, k] experts of tokens; blocks have up to `block` rows (a multiple of 8) of one expert.
 
@@ -60,7 +55,7 @@ def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan
     tokens, per_token = experts.shape
     rows = tokens * per_token
     size = num_rows(tokens, per_token, num_experts)
-    most = most_blocks(rows, num_experts, block)
+    most = min(rows, num_experts) + rows // block
     flat = experts.reshape(-1).astype(i32)
     ranks, counts = _ranks(flat, num_experts)
     # Sums up to an expert by comparisons: one kernel on a GPU for both.

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import expert_products as ep
-from pallas_kernels.expert_products import routing
 from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
 from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
 from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_SOME
 from tests.kernels.expert_cases import make_case, relative_error
-from tests.kernels.routing_cases import check_routing
 
 PACKED = {"packed": True, "like_gpt_oss": True}
 
@@ -110,20 +108,3 @@ def test_a_plan_for_other_blocks_is_refused():
     case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed=True)
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
         packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_FEW)
-
-
-@pytest.mark.parametrize(
-    "sizes", [(5, 8, 2, 16), (70, 32, 4, 16)], ids=["few tokens", "two tiles and absent tokens"]
-)
-def test_routing_in_the_interpreter(sizes):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    check_routing(*sizes, normalize=sizes[0] < 64, absent=sizes[0] // 20, interpret=interpret)
-    assert not gpu_callbacks.get_races().races_found
-
-
-def test_routing_that_is_not_supported():
-    with pytest.raises(
-        NotImplementedError, match="routing 129 tokens to 8 experts: the kernel takes 128 and 128"
-    ):
-        routing.check_supported(129, 8)
-    assert not ep.routing_supported(2, 8)  # on a CPU

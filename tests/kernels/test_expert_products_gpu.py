@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from models.experts import expert_mlp
@@ -10,7 +9,6 @@ from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_MANY, PACKED_SOME
 from tests.kernels.expert_cases import make_case, relative_error
-from tests.kernels.routing_cases import check_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -52,35 +50,6 @@ def test_products_of_mxfp4(tuning, sizes, options):
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
     out = case.products(ep.expert_products, plan, tuning=tuning)
     assert relative_error(out, case.expected()) < 1.5e-2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((1, 128, 8, 64), {}),
-        ((2, 8, 2, 16), {"absent": 1}),
-        ((32, 128, 8, 64), {"normalize": False, "absent": 5}),
-        ((64, 32, 4, 16), {}),
-        ((128, 128, 8, 64), {"absent": 100}),
-        ((100, 60, 4, 8), {"normalize": False}),
-    ],
-    ids=str,
-)
-def test_routing(sizes, options):
-    check_routing(*sizes, **options)
-
-
-def test_routing_of_what_is_no_number():
-    """Such a token gets some experts; those of the others are theirs."""
-    logits = jax.random.normal(jax.random.key(0), (40, 32))
-    broken = logits.at[7].set(jnp.nan).at[9, 3:].set(-jnp.inf).at[11, 5].set(jnp.inf)
-    there = jnp.arange(40) >= 0
-    weights, plan = ep.route(broken, there, 4, 16, normalize=True)
-    want, _ = ep.route(logits, there, 4, 16, normalize=True)
-    others = np.setdiff1d(np.arange(40), [7, 9, 11])
-    np.testing.assert_array_equal(np.asarray(weights)[:, others], np.asarray(want)[:, others])
-    assert int(plan.counts.sum()) == 160 and len(np.unique(plan.position)) == 160
-    np.testing.assert_array_equal(np.asarray(plan.token)[np.asarray(plan.position)[:, 0]], np.arange(40))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
