@@ -2,7 +2,8 @@
 
 As `mosaic_gpu`, but turned round: a warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the
 left operand, and the rows of a block as the right one. So a block may have as few as 8 rows, and nothing of what is
-unpacked goes through shared memory. Each computing warpgroup has columns of its own; they share the rows.
+unpacked goes through shared memory. Each computing warpgroup has columns of its own; they share the rows. Or they have the
+same columns and take turns at the steps along the depth, each with loads of its own, their sums added up at the end.
 """
 
 import dataclasses
@@ -32,9 +33,10 @@ class _Config:
     parts: int
     limit: float | None
     rows: int  # of a block
-    warpgroups: int  # computing ones
+    warpgroups: int  # computing ones with columns of their own
+    split: int  # or, if two, computing ones that take turns along the depth
     deep_step: int  # tiles along the depth that one step loads
-    stages: int  # steps under way
+    stages: int  # steps under way, of each in turn
     num_ctas: int
     interpreted: bool
 
@@ -46,6 +48,10 @@ class _Config:
     @property
     def steps(self) -> int:
         return self.deep // self.deep_step
+
+    def steps_of(self, turn: Any) -> Any:
+        """Steps of a tile that are a warpgroup's turn: those with this remainder."""
+        return lax.div(i32(self.steps + self.split - 1) - turn, i32(self.split))
 
 
 class _Tile:
@@ -90,8 +96,8 @@ def _call(
     num_experts, parts, across, deep, *tile = weights.shape
     wgs, deep_step, stages = tuning.shape(across, deep, parts)
     cfg = _Config(
-        deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, deep_step=deep_step,
-        stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
+        deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
+        deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
     )  # fmt: skip
     biases = () if bias is None else (bias,)
 
@@ -104,7 +110,7 @@ def _call(
         out_type=jax.ShapeDtypeStruct((x.shape[0], across * TILE), x.dtype),
         grid=(cfg.num_ctas,),
         grid_names=("cta",),
-        num_threads=wgs + 1,
+        num_threads=wgs * tuning.split + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
@@ -115,9 +121,12 @@ def _call(
 def _kernel(
     cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, bias: list[Any], out: Any
 ) -> None:
-    wgs, stages, deep_step = cfg.warpgroups, cfg.stages, cfg.deep_step
+    wgs, split, deep_step = cfg.warpgroups, cfg.split, cfg.deep_step
+    slots, computing = cfg.stages * split, wgs * split
 
-    def body(x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
+    def body(
+        x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, meet: Any, sums_s: Any, *spare: Any
+    ) -> None:
         wg = lax.axis_index("wg")
         ends = blocks[-1]
         total = ends[ends.shape[0] - 1] * cfg.tiles
@@ -125,12 +134,13 @@ def _kernel(
             jnp.maximum(total - lax.axis_index("cta") + (cfg.num_ctas - 1), 0), i32(cfg.num_ctas)
         )
 
-        @pl.when(wg < wgs)
+        @pl.when(wg < computing)
         def _compute_all() -> None:
             unpacked = spare[0].at[wg] if spare else None
-            _compute(cfg, wg, rounds, blocks, bias, out, x_s, w_s, out_s, unpacked, full, free)
+            shared = (x_s, w_s, out_s, unpacked, full, free, meet, sums_s)
+            _compute(cfg, wg, rounds, blocks, bias, out, *shared)
 
-        @pl.when(wg == wgs)
+        @pl.when(wg == computing)
         def _load_all() -> None:
             _load(cfg, rounds, blocks, x, weights, x_s, w_s, full, free)
 
@@ -138,12 +148,14 @@ def _kernel(
     tile = (mxfp4.ROWS, mxfp4.WORDS)
     pl.run_scoped(
         body,
-        plgpu.SMEM((stages, cfg.rows, deep_step * TILE), dtype, transforms=tiled),
-        plgpu.SMEM((stages, wgs, cfg.parts, deep_step, *tile), jnp.int32),
+        plgpu.SMEM((slots, cfg.rows, deep_step * TILE), dtype, transforms=tiled),
+        plgpu.SMEM((slots, wgs, cfg.parts, deep_step, *tile), jnp.int32),
         plgpu.SMEM((wgs, cfg.rows, TILE), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-        *([plgpu.SMEM((wgs, TILE, TILE), dtype)] if cfg.interpreted else []),
+        plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=slots),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=slots),
+        plgpu.Barrier(num_barriers=2) if split > 1 else None,
+        plgpu.SMEM((cfg.parts, TILE, cfg.rows), f32) if split > 1 else None,
+        *([plgpu.SMEM((computing, TILE, TILE), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
 
@@ -154,13 +166,15 @@ def _load(
     """The loading warpgroup."""
     stages, deep_step = cfg.stages, cfg.deep_step
 
-    def one_tile(n: Any, done: Any) -> Any:
+    def one_tile(n: Any, nothing: Any) -> None:
         tile = _Tile(cfg, blocks, n)
 
         def one_step(j: Any, nothing: Any) -> None:
-            slot = lax.rem(done + j, i32(stages))
+            turn = lax.rem(j, i32(cfg.split))
+            before = n * cfg.steps_of(turn) + lax.div(j, i32(cfg.split))
+            slot = turn * stages + lax.rem(before, i32(stages))
 
-            @pl.when(done + j >= stages)
+            @pl.when(before >= stages)
             def _() -> None:
                 plgpu.barrier_wait(free.at[slot])
 
@@ -173,12 +187,14 @@ def _load(
             plgpu.copy_gmem_to_smem(x.at[pl.ds(tile.row, cfg.rows), deep], x_s.at[slot], full.at[slot])
 
         lax.fori_loop(0, cfg.steps, one_step, None)
-        return done + cfg.steps
 
-    done = lax.fori_loop(0, rounds, one_tile, i32(0))
+    lax.fori_loop(0, rounds, one_tile, None)
     if cfg.interpreted:  # it wants every completion of a barrier to be seen
-        for slot in range(stages):
-            pl.when(done > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        for slot in range(stages * cfg.split):
+            turn, number = divmod(slot, stages)
+            pl.when(rounds * cfg.steps_of(turn) > number)(
+                functools.partial(plgpu.barrier_wait, free.at[slot])
+            )
 
 
 def _compute(
@@ -194,31 +210,57 @@ def _compute(
     unpacked: Any,  # shared memory of the interpreter's, or None
     full: Any,
     free: Any,
+    meet: Any,
+    sums_s: Any,
 ) -> None:
     """A computing warpgroup."""
     stages, rows = cfg.stages, cfg.rows
-    staged = out_s.at[wg]
+    turn, own = (wg, 0) if cfg.split > 1 else (0, wg)  # along the depth, and in the columns
+    staged = out_s.at[own]
 
-    def one_tile(n: Any, done: Any) -> Any:
+    def one_tile(n: Any, nothing: Any) -> None:
         tile = _Tile(cfg, blocks, n)
-        column = tile.column + wg
+        column = tile.column + own
+        done = n * cfg.steps_of(turn)
 
         def products(*accumulators: Any) -> tuple[Any, ...]:
             def one_step(j: Any, nothing: Any) -> None:
-                slot = lax.rem(done + j, i32(stages))
+                slot = turn * stages + lax.rem(done + j, i32(stages))
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(cfg.deep_step):
                     given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
                     for part, acc in enumerate(accumulators):
-                        plgpu.wgmma(acc, unpack_op.unpack(w_s.at[slot, wg, part, i], unpacked), given)
+                        plgpu.wgmma(acc, unpack_op.unpack(w_s.at[slot, own, part, i], unpacked), given)
                         plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
 
-            lax.fori_loop(0, cfg.steps, one_step, None)
+            lax.fori_loop(0, cfg.steps_of(turn), one_step, None)
             return tuple(acc[...] for acc in accumulators)
 
         sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)
+        if cfg.split == 1:
+            end(tile, column, sums)
+            return
+
+        @pl.when(turn > 0)
+        def _hand_over() -> None:
+            for part, value in enumerate(sums):
+                sums_s.at[part][...] = value
+            plgpu.barrier_arrive(meet.at[0])
+            plgpu.barrier_wait(meet.at[1])
+
+        @pl.when(turn == 0)
+        def _take_over() -> None:
+            plgpu.barrier_wait(meet.at[0])
+            others = [
+                plgpu.load(sums_s.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
+                for part in range(cfg.parts)
+            ]
+            plgpu.barrier_arrive(meet.at[1])
+            end(tile, column, tuple(a + b for a, b in zip(sums, others, strict=True)))
+
+    def end(tile: _Tile, column: Any, sums: tuple[Any, ...]) -> None:
         if bias:
             sums = tuple(s + _bias(bias[0], tile.expert, part, column, rows) for part, s in enumerate(sums))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -235,9 +277,8 @@ def _compute(
         pl.when(tile.rows >= rows)(functools.partial(copy, 0, rows))
         for first in range(0, rows, ALIGN):
             pl.when((tile.rows < rows) & (tile.rows > first))(functools.partial(copy, first, ALIGN))
-        return done + cfg.steps
 
-    lax.fori_loop(0, rounds, one_tile, i32(0))
+    lax.fori_loop(0, rounds, one_tile, None)
     plgpu.wait_smem_to_gmem(0)
 
 

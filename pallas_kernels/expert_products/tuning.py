@@ -52,22 +52,33 @@ class PackedTuning:
     rows: int  # of a block: 8 to 256
     per_sm: int  # computing warpgroups of an SM, 64 columns each
     warpgroups: int = 1  # of these in one CTA, sharing rows, at most; as many as divide the columns
+    split: int = 1  # or 2: of these in one CTA that share the depth of the same columns instead
     deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
     num_ctas: int | None = None
 
     def shape(self, across: int, deep: int, parts: int) -> tuple[int, int, int]:
-        """(computing warpgroups of a CTA, tiles along the depth of a step, steps under way) for weights of so many tiles."""
+        """For weights of so many tiles.
+
+        (Warpgroups of a CTA with columns of their own, tiles along the depth of a step, steps under way of each warpgroup
+        that shares the depth.)
+        """
         wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
         step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
         bytes_of_step = step * (wgs * parts * mxfp4.BYTES + self.rows * mxfp4.TILE * 2)
-        stages = SHARED // max(1, self.per_sm // wgs) // bytes_of_step
-        return wgs, step, max(2, min(stages, deep // step + 1))
+        stages = SHARED // self.ctas_per_sm(wgs) // bytes_of_step // self.split
+        return wgs, step, max(2, min(stages, -(-deep // step // self.split) + 1))
+
+    def ctas_per_sm(self, wgs: int) -> int:
+        """CTAs of so many warpgroups with columns of their own."""
+        return max(1, self.per_sm // (wgs * self.split))
 
     def ctas(self, wgs: int) -> int:
-        """CTAs of a call, of so many computing warpgroups."""
-        return num_sms() * max(1, self.per_sm // wgs) if self.num_ctas is None else self.num_ctas
+        """CTAs of a call."""
+        return num_sms() * self.ctas_per_sm(wgs) if self.num_ctas is None else self.num_ctas
 
 
+# The experts of a token or two leave most CTAs one tile: two warpgroups share it.
+PACKED_ONE = PackedTuning(rows=8, per_sm=4, split=2, deep=3)
 PACKED_FEW = PackedTuning(rows=16, per_sm=2, deep=5)
 PACKED_SOME = PackedTuning(rows=32, per_sm=3, warpgroups=3, deep=3)
 PACKED_MANY = PackedTuning(rows=64, per_sm=3, warpgroups=3, deep=3)
@@ -75,4 +86,6 @@ PACKED_MANY = PackedTuning(rows=64, per_sm=3, warpgroups=3, deep=3)
 
 def packed_tuning_for(rows: int, num_experts: int) -> PackedTuning:
     """For `rows` rows dealt to `num_experts` experts."""
-    return PACKED_FEW if rows <= 8 * num_experts else PACKED_SOME if rows <= 20 * num_experts else PACKED_MANY
+    if rows <= 8 * num_experts:
+        return PACKED_ONE if rows <= 8 else PACKED_FEW
+    return PACKED_SOME if rows <= 20 * num_experts else PACKED_MANY

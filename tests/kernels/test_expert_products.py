@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
 from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
-from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_SOME
+from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_ONE, PACKED_SOME
 from tests.kernels.expert_cases import make_case, relative_error
 
 PACKED = {"packed": True, "like_gpt_oss": True}
@@ -66,9 +66,18 @@ def test_reference(block, options):
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), {}),
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), {"like_gpt_oss": True}),
         (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
+        (dataclasses.replace(PACKED_ONE, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
         (dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED),
     ],
-    ids=["few rows", "one expert", "two warpgroups", "biases and a limit", "packed", "packed, warpgroups"],
+    ids=[
+        "few rows",
+        "one expert",
+        "two warpgroups",
+        "biases and a limit",
+        "packed",
+        "packed, depth shared",
+        "packed, warpgroups",
+    ],
 )
 def test_kernel_in_the_interpreter(tuning, sizes, options):
     case = make_case(*sizes, dtype=jnp.float16, **options)

@@ -7,7 +7,14 @@ import pytest
 from models.experts import expert_mlp
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
-from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_MANY, PACKED_SOME
+from pallas_kernels.expert_products.tuning import (
+    FEW,
+    MANY,
+    PACKED_FEW,
+    PACKED_MANY,
+    PACKED_ONE,
+    PACKED_SOME,
+)
 from tests.kernels.expert_cases import make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +41,9 @@ def test_products(tuning, sizes, options):
     assert relative_error(out, case.expected()) < (2e-3 if case.x.dtype == jnp.float16 else 1.5e-2)
 
 
-@pytest.mark.parametrize("tuning", [PACKED_FEW, PACKED_SOME, PACKED_MANY], ids=["few", "some", "many"])
+@pytest.mark.parametrize(
+    "tuning", [PACKED_ONE, PACKED_FEW, PACKED_SOME, PACKED_MANY], ids=["one", "few", "some", "many"]
+)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.config import UnsupportedModelError, config_from_huggingface
-from models.experts import COMPARED, expert_mlp, expert_weights, likeliest
+from models.experts import COMPARED, expert_mlp, expert_weights, likeliest, router_logits
 from models.params import init_params, num_parameters
 from models.testing import tiny_config
 
@@ -118,3 +118,14 @@ def test_what_is_refused(changes, message):
 def test_experts_with_gelu_are_refused():
     with pytest.raises(ValueError, match="experts whose gate is GELU"):
         tiny_config(num_experts=2, experts_per_token=1, expert_size=8, gelu=True)
+
+
+def test_a_router_s_product_that_is_split(monkeypatch):
+    rng = np.random.default_rng(0)
+    x, router, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 192), (192, 8), (8,)))
+    whole = router_logits(x, router, bias)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    split = jax.make_jaxpr(router_logits)(x, router, bias)
+    assert "5,3,64" in str(split)
+    np.testing.assert_allclose(router_logits(x, router, bias), whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(router_logits(x, router, None), whole - bias, rtol=1e-5, atol=1e-5)
