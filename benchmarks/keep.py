@@ -27,6 +27,7 @@ from benchmarks.decode_step import ragged, random_weights
 from benchmarks.gpu_timing import trace_kernels
 from benchmarks.shapes import LLAMA_8B
 from models.config import ModelConfig
+from models.logits import AttentionLogits
 from models.params import ParamSpec, map_specs, param_specs
 from models.rope import rope_tables
 from models.transformer import _after_attention, _attention_inputs
@@ -170,13 +171,13 @@ def layer_us(case: Case) -> tuple[float, float]:
         q, k, v = _attention_inputs(layer, x, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
-            return _after_attention(layer, x + (k.sum() + v.sum()), q, config)
+            return _after_attention(layer, x + (k.sum() + v.sum()), q, None, config)
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
         pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column)
-        attention = ChunkAttention(q.shape, q.dtype, pages)
-        out, lse = attention(0, q, k, v, config.attention_scale)
-        return _after_attention(layer, x, out.astype(x.dtype), config) + lse.sum().astype(x.dtype)
+        attention = ChunkAttention(q.shape, q.dtype, pages, AttentionLogits.of(config))
+        out, lse = attention(0, q, k, v)
+        return _after_attention(layer, x, out.astype(x.dtype), None, config) + lse.sum().astype(x.dtype)
 
     result = []
     for attention in (False, True):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from models.logits import AttentionLogits
 from models.sinks import with_sinks
 from tangram_jax import gpu_attention
 from tangram_jax.pages import NEVER, LayerPages, StepPages
@@ -82,26 +83,28 @@ class DecodeAttention:
     support, XLA operations.
     """
 
-    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+    ) -> None:
         """q_shape (B, K, G, D)."""
         self._kernel = None
         try:
-            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages)
+            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages, logits)
             return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu":
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
-        self._pages = pages
+        self._pages, self._logits = pages, logits
 
-    def __call__(self, layer: int, qkv: jax.Array, scale: float, sinks: jax.Array | None = None) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         """See `decode_attention`."""
         if self._kernel:
-            return self._kernel(layer, qkv, scale, sinks)
-        return decode_attention(qkv, self._pages.of_layer(layer), scale, sinks)
+            return self._kernel(layer, qkv, sinks)
+        return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks)
 
 
 def decode_attention(
-    qkv: jax.Array, pages: LayerPages, scale: float, sinks: jax.Array | None = None
+    qkv: jax.Array, pages: LayerPages, logits: AttentionLogits, sinks: jax.Array | None = None
 ) -> jax.Array:
     """One query token of each request over its entries and itself, as XLA operations.
 
@@ -110,12 +113,12 @@ def decode_attention(
     """
     f32 = jnp.float32
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    own = jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32) * scale
+    own = logits(jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32))
     start = Softmax(jnp.broadcast_to(v[:, :, None].astype(f32), q.shape), own, jnp.ones_like(own))
     state = _walk(
         pages,
         start,
-        lambda keys: jnp.einsum("bkgd,bksd->bkgs", q, keys, preferred_element_type=f32) * scale,
+        lambda keys: logits(jnp.einsum("bkgd,bksd->bkgs", q, keys, preferred_element_type=f32)),
         lambda w, values: jnp.einsum(
             "bkgs,bksd->bkgd", w.astype(values.dtype), values, preferred_element_type=f32
         ),
@@ -129,24 +132,24 @@ class ChunkAttention:
     On a GPU our kernel or cuDNN does it where they can, elsewhere XLA operations.
     """
 
-    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+    ) -> None:
         """q_shape (T, K, G, D); `pages` of one row."""
-        self._pages = pages
+        self._pages, self._logits = pages, logits
         self._on_gpu = None
-        if gpu_attention.chunk_supported(q_shape, dtype, pages.pool):
-            self._on_gpu = gpu_attention.ChunkAttention(q_shape, dtype, pages)
+        if gpu_attention.chunk_supported(q_shape, dtype, pages.pool, logits.soft_cap):
+            self._on_gpu = gpu_attention.ChunkAttention(q_shape, dtype, pages, logits)
 
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `chunk_attention`."""
         if self._on_gpu:
-            return self._on_gpu(layer, q, k, v, scale)
-        return chunk_attention(q, k, v, self._pages.of_layer(layer), scale)
+            return self._on_gpu(layer, q, k, v)
+        return chunk_attention(q, k, v, self._pages.of_layer(layer), self._logits)
 
 
 def chunk_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: LayerPages, logits: AttentionLogits
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's queries over the row's entries (all visible) and over the chunk (causal), as XLA operations.
 
@@ -160,8 +163,8 @@ def chunk_attention(
     outs, lses = [], []
     for head in range(heads):
         rows = q[:, head].reshape(tokens * group, head_dim)
-        state = _causal(rows, k[:, head], v[:, head], group, scale)
-        out, lse = _walk_head(rows, pages, head, state, scale).result()
+        state = _causal(rows, k[:, head], v[:, head], group, logits)
+        out, lse = _walk_head(rows, pages, head, state, logits).result()
         outs.append(out.reshape(tokens, group, head_dim))
         lses.append(lse.reshape(tokens, group))
     return jnp.stack(outs, 1), jnp.stack(lses, 1)
@@ -174,23 +177,29 @@ class WindowAttention:
     """
 
     def __init__(
-        self, q_shape: tuple[int, ...], dtype: Any, window: int, before: jax.Array, pool: jax.Array
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        window: int,
+        before: jax.Array,
+        pool: jax.Array,
+        logits: AttentionLogits,
     ) -> None:
         """q_shape (T, K, G, D); `before` i32[]: tokens of the row before the chunk."""
-        self._window, self._behind = window, jnp.minimum(before, window - 1)
+        self._window, self._behind, self._logits = window, jnp.minimum(before, window - 1), logits
         self._on_gpu = None
-        if gpu_attention.chunk_supported(q_shape, dtype, pool):
-            self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool)
+        if gpu_attention.chunk_supported(q_shape, dtype, pool, logits.soft_cap):
+            self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool, logits)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `window_attention`."""
         if self._on_gpu:
-            return self._on_gpu(q, k, v, scale)
-        return window_attention(q, k, v, self._behind, self._window, scale)
+            return self._on_gpu(q, k, v)
+        return window_attention(q, k, v, self._behind, self._window, self._logits)
 
 
 def window_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, behind: jax.Array, window: int, logits: AttentionLogits
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's queries, each over the `window` last tokens up to its own, as XLA operations.
 
@@ -206,7 +215,7 @@ def window_attention(
             first = jnp.maximum(behind + start - (window - 1), 0)  # that any of these queries sees
             size = min(stop - start + window - 1, k.shape[0])
             keys, values = (lax.dynamic_slice_in_dim(x[:, head], first, size) for x in (k, v))
-            scores = _product(q[start:stop, head].reshape(-1, head_dim), keys.T) * scale
+            scores = logits(_product(q[start:stop, head].reshape(-1, head_dim), keys.T))
             ahead = behind + np.repeat(np.arange(start, stop), group)[:, None] - first
             distance = ahead - lax.iota(jnp.int32, size)
             parts.append(_softmax(jnp.where((distance >= 0) & (distance < window), scores, NEVER), values))
@@ -220,12 +229,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def _causal(rows: jax.Array, k: jax.Array, v: jax.Array, group: int, scale: float) -> Softmax:
+def _causal(rows: jax.Array, k: jax.Array, v: jax.Array, group: int, logits: AttentionLogits) -> Softmax:
     """Queries [T * G, D] over keys and values [T, D] of their own chunk, in blocks that skip most of what is masked."""
     parts = []
     for start in range(0, k.shape[0], QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, k.shape[0])
-        scores = _product(rows[start * group : stop * group], k[:stop].T) * scale
+        scores = logits(_product(rows[start * group : stop * group], k[:stop].T))
         # Compared by the program: as constants of it, the masks of 8192 tokens take a gigabyte a layer.
         visible = lax.iota(jnp.int32, stop) <= np.repeat(np.arange(start, stop), group)[:, None]
         parts.append(_softmax(jnp.where(visible, scores, NEVER), v[:stop]))
@@ -239,7 +248,9 @@ def _softmax(scores: jax.Array, values: jax.Array) -> Softmax:
     return Softmax(_product(weights.astype(values.dtype), values), top, weights.sum(-1))
 
 
-def _walk_head(rows: jax.Array, pages: LayerPages, head: int, start: Softmax, scale: float) -> Softmax:
+def _walk_head(
+    rows: jax.Array, pages: LayerPages, head: int, start: Softmax, logits: AttentionLogits
+) -> Softmax:
     """Add all entries of one head of the one request of `pages` to `start`, for queries [R, D]."""
     _, _, _, page_size, head_dim = pages.pool.shape
     per_block = max(1, CHUNK_BLOCK // page_size)
@@ -253,7 +264,7 @@ def _walk_head(rows: jax.Array, pages: LayerPages, head: int, start: Softmax, sc
             keys, values = (
                 pages.pool.at[numbers, kv, column].get(mode="clip").reshape(block, head_dim) for kv in (0, 1)
             )
-        scores = _product(rows, keys.T) * scale
+        scores = logits(_product(rows, keys.T))
         scores = jnp.where(i * block + np.arange(block) < length, scores, NEVER)
         return state.add(scores, lambda w: _product(w.astype(values.dtype), values))
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
+from models.logits import AttentionLogits
 from pallas_kernels import chunk_prefill, ragged_decode
 from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
@@ -25,11 +26,31 @@ CUDNN_HEAD_DIMS = (64, 128, 256)
 log = logging.getLogger("tangram")
 
 
-def chunk_supported(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
-    """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool."""
+def chunk_supported(
+    q_shape: tuple[int, ...], dtype: Any, pool: jax.Array, soft_cap: float | None = None
+) -> bool:
+    """Whether `ChunkAttention` and `WindowAttention` here take queries of q_shape (T, K, G, D) over this pool."""
     if jax.default_backend() != "gpu" or dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != dtype:
         return False
-    return q_shape[-1] in CUDNN_HEAD_DIMS and q_shape[-1] <= _largest_cudnn_head()
+    if soft_cap is None:
+        return q_shape[-1] in CUDNN_HEAD_DIMS and q_shape[-1] <= _largest_cudnn_head()
+    reason = _why_no_kernel(q_shape, dtype, pool)
+    if reason:
+        log.warning(
+            "Chunk attention runs as XLA operations, several times slower: cuDNN has no soft cap, and %s",
+            reason,
+        )
+    return reason is None
+
+
+def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str | None:
+    """What keeps our chunk kernel from these queries; None: nothing."""
+    try:
+        check_one_device(pool)
+        chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
 
 
 def _largest_cudnn_head() -> int:
@@ -42,14 +63,13 @@ def _largest_cudnn_head() -> int:
 class ChunkAttention:
     """Our kernel, its work planned once for all layers; the composition where it does not apply."""
 
-    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
-        """q_shape (T, K, G, D)."""
-        self._pages, self._plan = pages, None
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+    ) -> None:
+        """q_shape (T, K, G, D), of what `chunk_supported` says yes to."""
+        self._pages, self._logits, self._plan = pages, logits, None
         pool, lengths = pages.pool, pages.lengths
-        try:
-            check_one_device(pool)
-            chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
-        except NotImplementedError as reason:
+        if reason := _why_no_kernel(q_shape, dtype, pool):
             log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
             return
         self._plan = chunk_prefill.plan_chunk(
@@ -63,27 +83,30 @@ class ChunkAttention:
             rows=pages.rows,
         )
 
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, scale: float
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.chunk_attention`."""
         if self._plan is None:
-            return chunk_composition(q, k, v, self._pages.of_layer(layer), scale)
-        return chunk_prefill.chunk_prefill(q, k, v, self._pages.pool, self._plan.layer(layer), scale=scale)
+            return chunk_composition(q, k, v, self._pages.of_layer(layer), self._logits.scale)
+        plan = self._plan.layer(layer)
+        return chunk_prefill.chunk_prefill(q, k, v, self._pages.pool, plan, **self._logits._asdict())
 
 
 class WindowAttention:
     """Our kernel over what `rings.with_history` gives, one plan for all layers; cuDNN where it does not apply."""
 
     def __init__(
-        self, q_shape: tuple[int, ...], dtype: Any, window: int, behind: jax.Array, pool: jax.Array
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        window: int,
+        behind: jax.Array,
+        pool: jax.Array,
+        logits: AttentionLogits,
     ) -> None:
         """See `attention.WindowAttention`; `behind` i32[]: keys before that of the first query."""
-        self._window, self._behind, self._pool, self._plan = window, behind, pool, None
-        try:
-            check_one_device(pool)
-            chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
-        except NotImplementedError as reason:
+        self._window, self._behind, self._pool, self._logits = window, behind, pool, logits
+        self._plan = None
+        if reason := _why_no_kernel(q_shape, dtype, pool):
             log.warning("Chunk attention in a sliding window is left to cuDNN: %s", reason)
             return
         none = np.zeros(q_shape[1], np.int32)
@@ -98,11 +121,11 @@ class WindowAttention:
             behind=behind[None],
         ).layer(0)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.window_attention`."""
         if self._plan is None:
-            return window_composition(q, k, v, self._behind, self._window, scale)
-        return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, scale=scale)
+            return window_composition(q, k, v, self._behind, self._window, self._logits.scale)
+        return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, **self._logits._asdict())
 
 
 def window_composition(
@@ -187,12 +210,14 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 class DecodeKernel:
     """The ragged decode kernel under one plan of the step's work for all layers. Raises NotImplementedError early."""
 
-    def __init__(self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages) -> None:
+    def __init__(
+        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+    ) -> None:
         """q_shape (B, K, G, D)."""
         pool, lengths = pages.pool, pages.lengths
         check_one_device(pool)
         ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
-        self._pool = pool
+        self._pool, self._logits = pool, logits
         self._plan = ragged_decode.plan_decode(
             lengths.reshape(lengths.shape[0], -1),
             pages.table,
@@ -204,9 +229,9 @@ class DecodeKernel:
             skip=pages.skip,
         )
 
-    def __call__(self, layer: int, qkv: jax.Array, scale: float, sinks: jax.Array | None = None) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         """See `attention.decode_attention`."""
         out, _ = ragged_decode.ragged_decode(
-            qkv, self._pool, self._plan.layer(layer), scale=scale, sinks=sinks, has_new=True
+            qkv, self._pool, self._plan.layer(layer), sinks=sinks, has_new=True, **self._logits._asdict()
         )
         return out

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.logits import AttentionLogits
 from models.sinks import with_sinks
 from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
 from tangram_jax.cache import Cache
@@ -28,6 +29,7 @@ class _Layers:
     def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
         self._plan, self._config, self._cache = plan, config, cache
         self._heads = (config.num_kv_heads, config.group_size, config.head_dim)
+        self._logits = AttentionLogits.of(config)
 
     def _window_number(self, layer: int) -> int | None:
         """Which of the sliding-window layers it is."""
@@ -64,12 +66,12 @@ class ChunkLayers(_Layers):
         self._tail = read_tail(plan, cache, row)
         self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
         lengths = plan.lengths(cache.tokens[row]) + cache.tail[row]
-        self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]))
+        self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]), self._logits)
         if rings := plan.rings:
             numbers = row_rings(rings, cache.table[row], cache.layout)
             self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
             self._window_attention = WindowAttention(
-                shape, dtype, rings.window, self._rings.before, cache.pool
+                shape, dtype, rings.window, self._rings.before, cache.pool, self._logits
             )
         self.kept: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each layer
 
@@ -79,13 +81,13 @@ class ChunkLayers(_Layers):
         """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` [K, G]: see `models.sinks`."""
         k, v = self._finite(k), self._finite(v)
         self.kept.append((k, v))
-        scale, number = self._config.attention_scale, self._window_number(layer)
+        number = self._window_number(layer)
         if number is not None:
             assert self._plan.rings is not None
             keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
-            return with_sinks(*self._window_attention(q, keys, values, scale), sinks)[0]
+            return with_sinks(*self._window_attention(q, keys, values), sinks)[0]
         number = self._config.full_layers.index(layer)
-        out, lse = with_sinks(*self._attention(number, q, k, v, scale), sinks)
+        out, lse = with_sinks(*self._attention(number, q, k, v), sinks)
         with jax.named_scope("score"):
             flat = q.reshape(self._size, self._config.num_heads, -1)
             self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
@@ -119,11 +121,11 @@ class DecodeLayers(_Layers):
         lengths = jnp.where(there, plan.lengths(tokens) + tail[:, None], 0)
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
-        self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths))
+        self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths), self._logits)
         if plan.rings:
             numbers = row_rings(plan.rings, cache.table.at[rows].get(mode="clip"), cache.layout)
             pages = visible_pages(plan.rings, cache.pool, numbers, self._slots.tokens)
-            self._window_attention = DecodeAttention(shape, dtype, pages)
+            self._window_attention = DecodeAttention(shape, dtype, pages, self._logits)
         self.new: list[jax.Array] = []  # qkv of each layer
 
     def __call__(
@@ -133,10 +135,10 @@ class DecodeLayers(_Layers):
         # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
         qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
         self.new.append(qkv)
-        scale, number = self._config.attention_scale, self._window_number(layer)
+        number = self._window_number(layer)
         if number is not None:
-            return self._window_attention(number, qkv, scale, sinks)
-        return self._attention(self._config.full_layers.index(layer), qkv, scale, sinks)
+            return self._window_attention(number, qkv, sinks)
+        return self._attention(self._config.full_layers.index(layer), qkv, sinks)
 
     def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
         """The cache with the tokens, from `new` of all layers."""

@@ -10,6 +10,7 @@ import pytest
 
 import tangram_jax as tj
 from models.attention import dense_attend
+from models.logits import AttentionLogits
 from models.testing import random_params, tiny_config
 from models.transformer import forward
 from tangram_jax.attention import chunk_attention
@@ -353,7 +354,7 @@ def test_the_mask_of_a_large_chunk_is_no_constant_of_the_program():
     pages = LayerPages(
         jnp.zeros((4, 2, 4, 8, 16)), jnp.zeros((1, 16), jnp.int32), jnp.asarray(zeros[None]), zeros, zeros
     )
-    lowered = jax.jit(lambda q, kv: chunk_attention(q, kv, kv, pages, 0.25)).lower(q, kv)
+    lowered = jax.jit(lambda q, kv: chunk_attention(q, kv, kv, pages, AttentionLogits(0.25))).lower(q, kv)
     assert len(lowered.as_text()) < 2**20
 
 
