@@ -21,6 +21,7 @@ from pallas_kernels.chunk_prefill.common import LOG2E, Config, Place, Refs, Tile
 from pallas_kernels.chunk_prefill.load import load
 from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
 from pallas_kernels.chunk_prefill.tuning import ROWS
+from pallas_kernels.logits import log2_logits
 from pallas_kernels.pieces import LOW
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -72,7 +73,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             """The block's weights, the sums of the softmax with them, and the factor of what was summed so far."""
             factor = cfg.scale * LOG2E
             if cfg.soft_cap is not None:
-                s, factor = _capped(cfg, s), 1.0
+                s, factor = log2_logits(s, cfg.scale, cfg.soft_cap), 1.0
             if masked:
                 s = jnp.where(_visible(cfg, tile, j, place, first), s, -jnp.inf)
             top = jnp.maximum(m, s.max(axis=1) * factor)
@@ -129,14 +130,6 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
         pl.when(wg == 0)(lambda: meet(cfg, refs))
     if cfg.cuts:
         parts.merge(cfg, refs, wg, functools.partial(_write, cfg, refs, wg))
-
-
-def _capped(cfg: Config, s: Any) -> Any:
-    """Raw products to capped logits, in units of log 2."""
-    assert cfg.soft_cap is not None
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact where the hardware's approximate tanh has 11 bits
-    e = jnp.exp2(s * (2 * LOG2E * cfg.scale / cfg.soft_cap))
-    return cfg.soft_cap * LOG2E * (1.0 - 2.0 / (e + 1.0))
 
 
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:

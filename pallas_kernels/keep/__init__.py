@@ -81,8 +81,9 @@ def window_sums(
     window: int,
     scale: float,
     power: int,
+    soft_cap: float | None = None,
 ) -> jax.Array:
-    """Sums over a chunk's last queries of exp(power * (q . k * scale - lse)), for every candidate of one layer.
+    """Sums over a chunk's last queries of exp(power * (logit - lse)), for every candidate of one layer.
 
     Args:
       q: [T, N, D] the chunk's queries after RoPE, bfloat16 or float16.
@@ -93,7 +94,9 @@ def window_sums(
       layer: i32[] which of place's rows.
       unlocked: i32[M] entries of the tail that exist; count: i32[] valid rows of the chunk.
       window: queries that are summed over, the last valid ones; fewer where the chunk has fewer.
+      scale: positive factor of the products q . k, which gives the logits.
       power: 1 or 2.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap).
 
     Returns:
       f32[K, W + T]: of each KV head the sum over its N // K query heads and the window; of the tail, then of the chunk. A
@@ -107,7 +110,8 @@ def window_sums(
 
     return window_sums_mosaic_gpu(
         q, keys, tail, lse,
-        place=place, layer=layer, unlocked=unlocked, count=count, window=window, scale=scale, power=power,
+        place=place, layer=layer, unlocked=unlocked, count=count,
+        window=window, scale=scale, power=power, soft_cap=soft_cap,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ def window_sums_reference(
     window: int,
     scale: float,
     power: int,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.keep.window_sums`; float32 arithmetic."""
     kv_heads, capacity = keys.shape[1], tail.shape[3]
@@ -62,6 +63,8 @@ def window_sums_reference(
         return jnp.moveaxis(x.reshape(window, kv_heads, -1, *x.shape[2:]), 0, 2)
 
     logits = jnp.einsum("kgwd,kcd->kgwc", by_head(q).astype(jnp.float32), k, precision="highest") * scale
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     c = jnp.arange(k.shape[1])
     there = (c >= capacity - unlocked[group][:, None]) & (c < capacity + count)  # [K, C]
     seen = (c - capacity <= rows[:, None]) & (rows < count)[:, None] & there[:, None, None]

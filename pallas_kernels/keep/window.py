@@ -6,7 +6,6 @@ that the sum over queries stays inside a warp.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,8 +19,9 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
+from pallas_kernels.logits import LOG2E, log2_logits
+
 TILE = 64  # candidates of one CTA
-LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 i32, f32 = jnp.int32, jnp.float32
@@ -40,18 +40,20 @@ def window_sums_mosaic_gpu(
     window: int,
     scale: float,
     power: int,
+    soft_cap: float | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.keep.window_sums`."""
     scalars = jnp.stack([jnp.asarray(layer, i32), jnp.asarray(count, i32)])
     return _call(
         scalars, unlocked.astype(i32), jnp.asarray(place, i32), q, keys, tail, lse,
-        window=window, scale=float(scale), power=power, interpret=interpret,
+        window=window, scale=float(scale), power=power,
+        soft_cap=None if soft_cap is None else float(soft_cap), interpret=interpret,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "power", "interpret"))
-def _call(scalars, unlocked, place, q, keys, tail, lse, *, window, scale, power, interpret):
+@functools.partial(jax.jit, static_argnames=("window", "scale", "power", "soft_cap", "interpret"))
+def _call(scalars, unlocked, place, q, keys, tail, lse, *, window, scale, power, soft_cap, interpret):
     # One jitted function for all layers, nothing of a layer static: one kernel text, compiled once.
     chunk, kv_heads, head_dim = keys.shape
     capacity, group = tail.shape[3], q.shape[1] // kv_heads
@@ -62,7 +64,9 @@ def _call(scalars, unlocked, place, q, keys, tail, lse, *, window, scale, power,
     def window_sums(*refs: Any) -> None:  # the name that profiles show
         tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
         pl.run_scoped(
-            functools.partial(_kernel, tail_tiles, window, scale, power, interpret is not None, *refs),
+            functools.partial(
+                _kernel, tail_tiles, window, scale, power, soft_cap, interpret is not None, *refs
+            ),
             plgpu.SMEM((group, min(window + 8, chunk), head_dim), q.dtype, transforms=tiled),
             plgpu.SMEM((TILE, head_dim), q.dtype, transforms=tiled),
             plgpu.Barrier(num_arrivals=group + 1),
@@ -82,7 +86,7 @@ def _call(scalars, unlocked, place, q, keys, tail, lse, *, window, scale, power,
 
 
 def _kernel(
-    tail_tiles: int, window: int, scale: float, power: int, interpreted: bool,
+    tail_tiles: int, window: int, scale: float, power: int, soft_cap: float | None, interpreted: bool,
     scalars: Any, heads: Any, q: Any, keys: Any, tail: Any, lse: Any, out: Any, q_s: Any, k_s: Any, loaded: Any,
 ) -> None:  # fmt: skip
     (group, rows, _), capacity = q_s.shape, tail.shape[3]
@@ -124,7 +128,7 @@ def _kernel(
         plgpu.barrier_wait(loaded)
         for g, offset in enumerate(offsets):
             s = _product(shape, k_s, q_s.at[g].transpose((1, 0)))
-            s = s * (scale * LOG2E) - lax.broadcast_in_dim(offset * LOG2E, shape, [1])
+            s = log2_logits(s, scale, soft_cap) - lax.broadcast_in_dim(offset * LOG2E, shape, [1])
             p = jnp.where(seen, jnp.exp2(s), 0.0)
             total = total + (p if power == 1 else p * p)
         out.at[head, pl.ds(tile * TILE, TILE)][...] = total.sum(axis=1)

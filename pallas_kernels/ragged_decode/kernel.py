@@ -12,7 +12,6 @@ results repeat bit for bit. The counters are part of the plan and are zero again
 """
 
 import functools
-import math
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,13 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import pieces
+from pallas_kernels.logits import LOG2E, log2_logits
 from pallas_kernels.pieces import LOW
 from pallas_kernels.ragged_decode import device_ops
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import Config, Item, Refs, f32, i32
 from pallas_kernels.ragged_decode.load import load
 
-LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -120,7 +119,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 seen = entry < limit - at
                 if cfg.skips:
                     seen &= entry >= item.skip - at
-                s = jnp.where(seen, _logits(cfg, s), LOW)
+                s = jnp.where(seen, log2_logits(s, cfg.scale, cfg.soft_cap), LOW)
                 m = jnp.maximum(m_old, s.max(axis=0))
                 fade = jnp.exp2(m_old - m)
                 p = jnp.exp2(s - _spread(m, tile_shape))
@@ -163,15 +162,6 @@ def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:
         return ref[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
-
-
-def _logits(cfg: Config, s: Any) -> Any:
-    """Raw products to logits, in units of log 2."""
-    if cfg.soft_cap is None:
-        return s * (cfg.scale * LOG2E)
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact where the hardware's approximate tanh has 11 bits
-    e = jnp.exp2(s * (2 * LOG2E * cfg.scale / cfg.soft_cap))
-    return cfg.soft_cap * LOG2E * (1.0 - 2.0 / (e + 1.0))
 
 
 def _leave_piece(refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
@@ -248,7 +238,8 @@ def _finish(cfg: Config, refs: Refs, number: Any, q: Any, acc: Any, m: Any, norm
         acc, m, norm = fold(acc, m, norm, sink, None)
     if cfg.has_new:
         key, value = new
-        logit = _logits(cfg, (q.astype(f32) * lax.broadcast_in_dim(key, shape, [0])).sum(axis=0))
+        products = (q.astype(f32) * lax.broadcast_in_dim(key, shape, [0])).sum(axis=0)
+        logit = log2_logits(products, cfg.scale, cfg.soft_cap)
         acc, m, norm = fold(acc, m, norm, logit, value)
     held = norm > 0
     inverse = jnp.where(held, 1.0 / norm, 0.0)

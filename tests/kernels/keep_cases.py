@@ -162,7 +162,10 @@ class WindowCase:
             there[k, capacity - unlocked[m] : capacity + count] = True
             for t in range(max(count - o["window"], 0), count):
                 for n in range(k * group, (k + 1) * group):
-                    p = np.exp(o["power"] * (candidates @ q[t, n] * o["scale"] - lse[t, n]))
+                    logits = candidates @ q[t, n] * o["scale"]
+                    if (cap := o["soft_cap"]) is not None:
+                        logits = cap * np.tanh(logits / cap)
+                    p = np.exp(o["power"] * (logits - lse[t, n]))
                     p[capacity + t + 1 :] = 0
                     out[k] += np.where(there[k], p, 0)
         return out, there
@@ -178,6 +181,7 @@ def make_window(
     window: int = 32,
     count: int | None = None,
     power: int = 1,
+    soft_cap: float | None = None,
     dtype: Any = jnp.bfloat16,
     seed: int = 0,
 ) -> WindowCase:
@@ -199,6 +203,7 @@ def make_window(
     options = dict(
         place=place, layer=jnp.int32(1), unlocked=jnp.asarray(rng.integers(0, capacity + 1, groups), jnp.int32),
         count=jnp.int32(chunk if count is None else count), window=window, scale=head_dim**-0.5, power=power,
+        soft_cap=soft_cap,
     )  # fmt: skip
     return WindowCase(arrays, options)
 

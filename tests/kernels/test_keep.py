@@ -73,7 +73,7 @@ WINDOWS = [
     {},
     {"power": 2, "count": 100},
     {"count": 7, "head_dim": 128, "group": 1},
-    {"chunk": 32, "count": 31},
+    {"chunk": 32, "count": 31, "soft_cap": 1.5},
     {"chunk": 64, "window": 64, "capacity": 128, "group": 3, "dtype": jnp.float16},
 ]
 

@@ -54,6 +54,8 @@ def test_write(shape):
         {"chunk": 32, "capacity": 288, "head_dim": 128, "group": 4, "count": 31},
         {"chunk": 1024, "capacity": 288, "head_dim": 128, "group": 4, "kv_heads": 4, "count": 999},
         {"chunk": 256, "window": 128, "group": 3, "dtype": jnp.float16},
+        {"head_dim": 256, "capacity": 288, "soft_cap": 1.5},
+        {"chunk": 256, "power": 2, "soft_cap": 50.0},
     ],
     ids=str,
 )
