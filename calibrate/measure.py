@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from models.attention import dense_attend
 from models.config import ModelConfig
+from models.logits import AttentionLogits
 from models.rope import rope_frequencies
 from models.sinks import with_sinks
 from models.transformer import forward
@@ -76,7 +77,7 @@ def calibrate_ratios(
     ) -> tuple[Array, list[Array]]:
         if layer in config.sliding_layers:
             return windowed(state, layer, q, k, v, sinks)
-        out, lse = causal_attention_with_lse(q, k, v, scale=config.attention_scale)
+        out, lse = causal_attention_with_lse(q, k, v, logits=AttentionLogits.of(config))
         out, lse = with_sinks(out, lse, None if sinks is None else sinks.reshape(-1))
         out = out.astype(q.dtype)
         scores = _score(q, k, v, lse, scorer=scorer, config=config)
@@ -109,16 +110,16 @@ def _score(
             positions=positions,
             valid=jnp.ones((k.shape[1], k.shape[0]), bool),
             inv_freq=rope_frequencies(config),
-            scale=config.attention_scale,
+            **AttentionLogits.of(config)._asdict(),
         )
     )
 
 
-@partial(jax.jit, static_argnames="scale")
+@partial(jax.jit, static_argnames="logits")
 def causal_attention_with_lse(
-    q: Float[Array, "n N D"], k: Float[Array, "n K D"], v: Float[Array, "n K D"], *, scale: float
+    q: Float[Array, "n N D"], k: Float[Array, "n K D"], v: Float[Array, "n K D"], *, logits: AttentionLogits
 ) -> tuple[Float[Array, "n N D"], Float[Array, "n N"]]:
-    """Dense causal attention of a sequence to itself and the log-sum-exp of each query's scaled logits.
+    """Dense causal attention of a sequence to itself and the log-sum-exp of each query's logits.
 
     Logits and softmax in float32; memory f32[N, QUERY_BLOCK, n].
     """
@@ -132,11 +133,11 @@ def causal_attention_with_lse(
 
     def one(args: tuple[Array, Array]) -> tuple[Array, Array]:
         q_tkgd, start = args
-        logits = jnp.einsum("tkgd,skd->kgts", q_tkgd, k, preferred_element_type=jnp.float32) * scale
+        scores = logits(jnp.einsum("tkgd,skd->kgts", q_tkgd, k, preferred_element_type=jnp.float32))
         visible = jnp.arange(n) <= (start + jnp.arange(block))[:, None]
-        logits = jnp.where(visible, logits, -jnp.inf)
-        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # finite: every query sees position 0
-        weights = jnp.exp(logits - lse).astype(v.dtype)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)  # finite: every query sees position 0
+        weights = jnp.exp(scores - lse).astype(v.dtype)
         out = jnp.einsum("kgts,skd->tkgd", weights, v, preferred_element_type=jnp.float32)
         return out.reshape(block, num_heads, head_dim).astype(q.dtype), lse[..., 0].reshape(
             num_heads, block

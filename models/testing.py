@@ -1,4 +1,4 @@
-"""A tiny Llama, Gemma 3 and GPT-OSS and a byte-level tokenizer, so that tests and examples download nothing."""
+"""A tiny Llama, Gemma 2, Gemma 3 and GPT-OSS and a byte-level tokenizer, so that tests and examples download nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from models.attention import DenseCache, cached_attend, init_dense_cache
 from models.config import ModelConfig, RopeScaling
-from models.gemma import gemma3_fields
+from models.gemma import gemma2_fields, gemma3_fields
 from models.gpt_oss import gpt_oss_fields
 from models.params import Params, init_params
 from models.transformer import forward
@@ -63,6 +63,17 @@ def tiny_gemma_config(**changes: Any) -> ModelConfig:
     return tiny_config(**(fields | changes))
 
 
+def tiny_gemma2_config(**changes: Any) -> ModelConfig:
+    """As `tiny_config` with everything of Gemma 2: layers 0 and 2 see 24 tokens, 1 and 3 all."""
+    fields: dict[str, Any] = {
+        "name": "tiny-gemma2",
+        "sliding_window": 24,
+        "sliding_layers": (0, 2),
+        **gemma2_fields(64, float(24**-0.5), 4.0, 5.0),  # small enough to bend something
+    }
+    return tiny_config(**(fields | changes))
+
+
 def tiny_gpt_oss_config(**changes: Any) -> ModelConfig:
     """As `tiny_config` with everything of GPT-OSS: layers 0 and 2 see 24 tokens, 1 and 3 all; four experts, two a token."""
     fields: dict[str, Any] = {
@@ -88,6 +99,8 @@ def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLik
         qkv = np.array(layer["qkv"])
         qkv[:, :, : G + 1] *= 2  # scores with a deviation of about 4
         layer["qkv"] = jnp.asarray(qkv)
+        if config.attention_sinks:  # as large as what a query sees
+            layer["sinks"] = layer["sinks"] + jnp.asarray(8, dtype)
         if config.qk_norm:  # undoes factors on the projections
             layer |= {name: layer[name] + jnp.asarray(1, dtype) for name in ("q_norm", "k_norm")}
     return params

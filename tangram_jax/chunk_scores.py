@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from models.logits import AttentionLogits
 from models.rope import rope_frequencies
 from pallas_kernels import gaussian, keep
 from tangram_jax.compress import Candidates, by_group
@@ -24,6 +25,7 @@ class ChunkScores:
     ) -> None:
         """`tail_kv` [2, M, Hp, W, D], the previous tail, right-aligned, of `compress.read_tail`."""
         self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
+        self._to_logits = AttentionLogits.of(config)
         self._place = np.stack([plan.group_of, plan.column_of], axis=-1)
         self._layers: list[jax.Array] = []  # scores
 
@@ -60,8 +62,8 @@ class ChunkScores:
             v=values,
             positions=self._what.positions,
             valid=self._what.valid[group],
-            scale=self._config.attention_scale,
             inv_freq=rope_frequencies(self._config),
+            **self._to_logits._asdict(),
         )
         self._layers.append(self._scorer.score(inputs))
 
@@ -93,8 +95,8 @@ class ChunkScores:
             unlocked=self._what.unlocked,
             count=self._what.valid_tokens,
             window=scorer.window,
-            scale=self._config.attention_scale,
             power=scorer.power,
+            **self._to_logits._asdict(),
         )  # fmt: skip
 
     def _gaussian_logits(
@@ -104,10 +106,11 @@ class ChunkScores:
         if self._turns is None:
             positions = self._what.positions[-q.shape[0] :]
             self._turns = scorer.turns(positions, self._what.valid_tokens, rope_frequencies(self._config))
-        return gaussian.gaussian_logits(
+        logits, squares = gaussian.gaussian_logits(
             q, *self._turns, k, v, self._tail,
             place=self._place,
             layer=jnp.int32(layer),
             unlocked=self._what.unlocked,
-            scale=self._config.attention_scale,
+            scale=self._to_logits.scale,
         )  # fmt: skip
+        return self._to_logits._replace(scale=1.0)(logits), squares

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from models.logits import AttentionLogits
 from models.rope import rotate
 
 NEG_INF = float("-inf")
@@ -34,13 +35,16 @@ class ScoreInputs:
     q: Float[Array, "T N D"]  # queries after RoPE; rows from num_valid on are padding
     q_positions: Int[Array, " T"]  # true positions
     num_valid: Int[Array, ""]  # valid rows of q
-    lse: Float[Array, "T N"]  # natural log-sum-exp of scaled logits over ALL entries visible to each query
+    lse: Float[
+        Array, "T N"
+    ]  # natural log-sum-exp of logits over ALL entries visible to each query, sinks included
     k: Float[Array, "K C D"]  # candidate keys after RoPE: previous tail, then the chunk
     v: Float[Array, "K C D"]
     positions: Int[Array, " C"]  # true positions, contiguous and increasing
     valid: Bool[Array, "K C"]  # candidate exists
     inv_freq: Float[Array | np.ndarray, " half_D"]  # RoPE inverse frequencies
     scale: float = flax.struct.field(pytree_node=False)  # softmax scale c
+    soft_cap: float | None = flax.struct.field(pytree_node=False, default=None)  # see `models.logits`
 
 
 class Scorer(Protocol):
@@ -99,7 +103,7 @@ class GaussianScorer(Scorer, Protocol):
         valid: Bool[Array, "H C"],
         positions: Int[Array, " C"],
     ) -> Float[Array, "H C"]:
-        """The scores of any heads H from logits under the model, norms of the values, and true positions."""
+        """The scores of any heads H from logits under the model, capped, norms of the values, and true positions."""
         ...
 
 
@@ -118,10 +122,7 @@ class SnapKV:
     power: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check(self.window >= 1, f"snapkv: window must be at least 1, found {self.window}")
-        _check(
-            self.pool >= 1 and self.pool % 2 == 1, f"snapkv: pool must be odd and positive, found {self.pool}"
-        )
+        _check_window(self)
 
     @property
     def query_rows(self) -> int | None:
@@ -155,11 +156,7 @@ class KVCompress:
     power: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _check(self.window >= 1, f"kv_compress: window must be at least 1, found {self.window}")
-        _check(
-            self.pool >= 1 and self.pool % 2 == 1,
-            f"kv_compress: pool must be odd and positive, found {self.pool}",
-        )
+        _check_window(self)
 
     @property
     def query_rows(self) -> int | None:
@@ -187,9 +184,10 @@ class ExpectedAttention:
     follow the last query; z = c (R mu).k + c^2 k.(R Sigma R^T) k / 2; softmax over the valid candidates from
     position `skip` on; mean over the G query heads of a KV head; score (p + eps) * norm(v).
 
-    The first positions are sinks, which a plan keeps anyway (4 of them by default), and would take half of a first
-    chunk's softmax: what is left for the others would be small against eps, and their order
-    little more than that of norm(v).
+    The first positions are sinks, which a plan keeps anyway (4 of them by default), and would take half of a first chunk's
+    softmax: what is left for the others would be small against eps, and their order little more than that of norm(v).
+    Where logits have a soft cap, z is capped as they are: exact for queries that do not vary or logits small against the
+    cap, else, by Jensen's inequality, above ln E exp(capped logit). Attention sinks do not count, as history does not.
     """
 
     future: int = 512
@@ -219,6 +217,7 @@ class ExpectedAttention:
         quadratic = _split_heads((x.scale**2 / 2 * covariance)[None], num_kv_heads)[0]  # [K, G, D, D]
         z = _product("kce,kgde->kcgd", x.k, quadratic.astype(x.k.dtype)) + linear[:, None]
         z = (z * x.k.astype(jnp.float32)[:, :, None]).sum(axis=-1).swapaxes(1, 2)  # [K, G, C]
+        z = AttentionLogits(1.0, x.soft_cap)(z)
         return self.from_logits(z, jnp.linalg.norm(x.v.astype(jnp.float32), axis=-1), x.valid, x.positions)
 
     def from_logits(
@@ -282,9 +281,8 @@ class KeyDiff:
         unit = _unit(jnp.where(x.valid[..., None], x.k.astype(jnp.float32), 0.0))
         count = jnp.maximum(x.valid.sum(axis=1), 1).astype(jnp.float32)
         anchor = _unit(unit.sum(axis=1) / count[:, None])  # [K, D]
-        cosine = (unit * anchor[:, None, :]).sum(
-            axis=-1
-        )  # sums, not a product: the same bits on every backend
+        # Sums, not a product: the same bits on every backend.
+        cosine = (unit * anchor[:, None, :]).sum(axis=-1)
         return jnp.where(x.valid, -cosine, NEG_INF)
 
 
@@ -338,6 +336,12 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _check_window(scorer: SnapKV | KVCompress) -> None:
+    window, pool = scorer.window, scorer.pool
+    _check(window >= 1, f"{scorer.name}: window must be at least 1, found {window}")
+    _check(pool >= 1 and pool % 2 == 1, f"{scorer.name}: pool must be odd and positive, found {pool}")
+
+
 def _split_heads(x: Array, num_kv_heads: int) -> Array:
     """[T, N, ...] -> [T, K, G, ...]: query head n belongs to KV head n // G."""
     return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
@@ -355,11 +359,12 @@ def _window_attention(x: ScoreInputs, window: int) -> tuple[Float[Array, "K G W 
     real = rows >= 0
     rows = jnp.maximum(rows, 0)
     q_wkgd = _split_heads(x.q[rows], num_kv_heads)
-    logits = jnp.einsum("wkgd,kcd->kgwc", q_wkgd, x.k, preferred_element_type=jnp.float32)
+    products = jnp.einsum("wkgd,kcd->kgwc", q_wkgd, x.k, preferred_element_type=jnp.float32)
+    logits = AttentionLogits(x.scale, x.soft_cap)(products)
     lse_kgw = jnp.transpose(_split_heads(x.lse[rows], num_kv_heads), (1, 2, 0))
     visible = (x.positions <= x.q_positions[rows][:, None]) & real[:, None]  # [W, C]
     visible = visible & x.valid[:, None, None, :]
-    return jnp.exp(jnp.where(visible, logits * x.scale - lse_kgw[..., None], NEG_INF)), real.sum()
+    return jnp.exp(jnp.where(visible, logits - lse_kgw[..., None], NEG_INF)), real.sum()
 
 
 def _pooled(attention: Float[Array, "K C"], valid: Bool[Array, "K C"], width: int) -> Float[Array, "K C"]:
@@ -369,8 +374,7 @@ def _pooled(attention: Float[Array, "K C"], valid: Bool[Array, "K C"], width: in
 
 def _max_pool(x: Float[Array, "K C"], width: int) -> Float[Array, "K C"]:
     """Largest of the `width` neighbours centred on each position; beyond the ends there is nothing."""
-    half = width // 2
-    return jax.lax.reduce_window(x, NEG_INF, jax.lax.max, (1, width), (1, 1), ((0, 0), (half, half)))
+    return jax.lax.reduce_window(x, NEG_INF, jax.lax.max, (1, width), (1, 1), ((0, 0), (width // 2,) * 2))
 
 
 def _masked_softmax(z: Float[Array, "K G C"], valid: Bool[Array, "K 1 C"]) -> Float[Array, "K G C"]:

@@ -10,7 +10,8 @@ import pytest
 import calibrate.measure as measure
 from calibrate.measure import calibrate_ratios, causal_attention_with_lse
 from models.attention import dense_attend
-from models.testing import random_params, tiny_config
+from models.logits import AttentionLogits
+from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from models.transformer import forward
 from tangram_jax.scorers import get_scorer
 
@@ -23,47 +24,57 @@ def tokens(count, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(8, 264, count), jnp.int32)
 
 
-def attention_by_hand(q, k, v, scale):
+def logits_by_hand(q, k, logits):
+    """[n, N, n] in float64, masked."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    scores = np.einsum("tnd,snd->tns", q, np.repeat(k, q.shape[1] // k.shape[1], axis=1)) * logits.scale
+    if logits.soft_cap is not None:
+        scores = logits.soft_cap * np.tanh(scores / logits.soft_cap)
+    return np.where(np.tri(len(q), dtype=bool)[:, None], scores, -np.inf)
+
+
+def attention_by_hand(q, k, v, logits):
     """out[n, N, D] and lse[n, N] in float64."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    logits = np.einsum("tnd,snd->nts", q, np.repeat(k, group, axis=1)) * scale
-    logits = np.where(np.tri(len(q), dtype=bool), logits, -np.inf)
-    lse = np.log(np.exp(logits).sum(axis=-1))
-    return np.einsum("nts,snd->tnd", np.exp(logits - lse[..., None]), np.repeat(v, group, axis=1)), lse.T
+    scores = logits_by_hand(q, k, logits)
+    lse = np.log(np.exp(scores).sum(axis=-1))
+    v = np.repeat(np.asarray(v, np.float64), q.shape[1] // v.shape[1], axis=1)
+    return np.einsum("tns,snd->tnd", np.exp(scores - lse[..., None]), v), lse
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
 @pytest.mark.parametrize("count", [1, 16, 37])
-def test_attention_and_log_sum_exp(monkeypatch, count):
+def test_attention_and_log_sum_exp(monkeypatch, count, soft_cap):
     monkeypatch.setattr(measure, "QUERY_BLOCK", 16)  # several blocks, the last one padded
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(count, heads, 16)), jnp.float32) for heads in (8, 4, 4))
-    out, lse = causal_attention_with_lse.__wrapped__(q, k, v, scale=0.3)
-    expected_out, expected_lse = attention_by_hand(q, k, v, 0.3)
+    logits = AttentionLogits(0.3, soft_cap)
+    out, lse = causal_attention_with_lse.__wrapped__(q, k, v, logits=logits)
+    expected_out, expected_lse = attention_by_hand(q, k, v, logits)
     np.testing.assert_allclose(out, expected_out, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def snapkv_shares_by_hand(ids, retention, sinks, window):
+def snapkv_shares_by_hand(params, config, ids, retention, sinks, window):
     """Section 4.1 with SnapKV, written out; ties as documented: earlier position, then lower head."""
-    layers = []
+    layers = {}
 
-    def attend(state, layer, q, k, v):
-        layers.append(tuple(np.asarray(x, np.float64) for x in (q, k, v)))
-        return dense(state, layer, q, k, v)
+    def attend(state, layer, q, k, v, sinks=None):
+        layers[layer] = (q, k)
+        return dense(state, layer, q, k, v, sinks)
 
     positions = jnp.arange(len(ids))
-    dense = dense_attend(positions)
-    forward(PARAMS, CONFIG, ids, positions, attend, ())
+    dense = dense_attend(positions, config=config)
+    forward(params, config, ids, positions, attend, ())
     shares = []
-    for q, k, v in layers:
-        _, lse = attention_by_hand(q, k, v, CONFIG.attention_scale)
+    for layer in config.full_layers:
+        q, k = layers[layer]
         n, heads = len(q), k.shape[1]
-        logits = (
-            np.einsum("tnd,snd->tns", q, np.repeat(k, CONFIG.group_size, axis=1)) * CONFIG.attention_scale
-        )
-        probability = np.exp(logits - lse[..., None]) * np.tri(n, dtype=bool)[:, None, :]
-        mean = probability[-32:].mean(axis=0).reshape(heads, CONFIG.group_size, n).mean(axis=1)
+        weights = np.exp(logits_by_hand(q, k, AttentionLogits.of(config)))
+        total = weights.sum(-1, keepdims=True)
+        if config.attention_sinks:
+            total += np.exp(np.asarray(params["layers"][layer]["sinks"], np.float64)).reshape(-1, 1)
+        probability = weights / total
+        mean = probability[-32:].mean(axis=0).reshape(heads, config.group_size, n).mean(axis=1)
         scores = np.stack([mean[:, max(0, c - 3) : c + 4].max(axis=1) for c in range(n)], axis=1)
         candidates = n - sinks - window
         ranked = sorted(
@@ -74,12 +85,21 @@ def snapkv_shares_by_hand(ids, retention, sinks, window):
     return np.array(shares)
 
 
-@pytest.mark.parametrize(("count", "retention"), [(100, 0.5), (64, 0.25)])
-def test_shares_equal_a_calibration_by_hand(count, retention):
-    ids = tokens(count)
-    shares = calibrate_ratios(PARAMS, CONFIG, ids, get_scorer("snapkv"), retention)
-    expected = snapkv_shares_by_hand(ids, retention, sinks=4, window=32)
-    assert shares.shape == (CONFIG.num_layers, CONFIG.num_kv_heads) and shares.dtype == jnp.float32
+@pytest.mark.parametrize(
+    ("config", "count", "retention"),
+    [
+        (CONFIG, 100, 0.5),
+        (CONFIG, 64, 0.25),
+        (tiny_gemma2_config(), 100, 0.5),
+        (tiny_gpt_oss_config(), 100, 0.4),
+    ],
+    ids=["100", "64", "gemma2", "gpt-oss"],
+)
+def test_shares_equal_a_calibration_by_hand(config, count, retention):
+    ids, params = tokens(count), PARAMS if config is CONFIG else random_params(config, 1)
+    shares = calibrate_ratios(params, config, ids, get_scorer("snapkv"), retention)
+    expected = snapkv_shares_by_hand(params, config, ids, retention, sinks=4, window=32)
+    assert shares.shape == (len(config.full_layers), config.num_kv_heads) and shares.dtype == jnp.float32
     # A near tie may fall the other way in float32: one entry at most.
     np.testing.assert_allclose(shares, expected, atol=1.01 / (count - 36))
     assert np.std(expected) > 0.03  # heads do differ, or the test would show nothing

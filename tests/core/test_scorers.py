@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import gaussian
 from tangram_jax.scorers import (
@@ -54,7 +56,11 @@ def rotate(x, position):
     )
 
 
-def make_inputs(case, seed=0) -> ScoreInputs:
+def capped(logits, cap):
+    return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def make_inputs(case, seed=0, soft_cap=None) -> ScoreInputs:
     """Random inputs; `lse` counts a made-up history, and heads differ in how many tail entries they have."""
     rows, num_valid, tail, kv_heads, group, start = CASES[case]
     rng = np.random.default_rng(seed)
@@ -72,7 +78,8 @@ def make_inputs(case, seed=0) -> ScoreInputs:
     for t in range(rows):
         for n in range(kv_heads * group):
             seen = valid[n // group] & (positions <= start + t)
-            logits = np.append(k[n // group][seen] @ q[t, n] * SCALE, [0.3, 1.1])  # two entries of history
+            logits = capped(k[n // group][seen] @ q[t, n] * SCALE, soft_cap)
+            logits = np.append(logits, [0.3, 1.1])  # an entry of history and an attention sink
             lse[t, n] = np.log(np.exp(logits).sum())
     return ScoreInputs(
         q=jnp.asarray(q, jnp.float32),
@@ -85,6 +92,7 @@ def make_inputs(case, seed=0) -> ScoreInputs:
         valid=jnp.asarray(valid),
         inv_freq=jnp.asarray(INV_FREQ),
         scale=SCALE,
+        soft_cap=soft_cap,
     )
 
 
@@ -106,7 +114,7 @@ def window_reference(x: ScoreInputs, window: int, pool: int, *, squared: bool) -
             for t in queries:
                 for c in np.flatnonzero(valid[head]):
                     if positions[c] <= int(x.q_positions[t]):
-                        logit = SCALE * q[t, head * group + g] @ k[head, c]
+                        logit = capped(SCALE * q[t, head * group + g] @ k[head, c], x.soft_cap)
                         probability = np.exp(logit - lse[t, head * group + g])
                         attention[g, c] += probability**2 if squared else probability / len(queries)
         mean = attention.sum(axis=0) if squared else attention.mean(axis=0)
@@ -145,6 +153,7 @@ def expected_attention_reference(x: ScoreInputs, future: int, eps: float, skip: 
                     for c in kept
                 ]
             )
+            z = capped(z, x.soft_cap)
             weight = np.exp(z - z.max()) * counted[kept]
             probability += weight / max(weight.sum(), 1e-30) / group
         scores[head, kept] = (probability + eps) * np.linalg.norm(v[head, kept], axis=-1)
@@ -196,6 +205,35 @@ def test_scores_equal_the_reference(scorer, case):
     scores = score(scorer, x)
     assert scores.shape == x.valid.shape and scores.dtype == jnp.float32
     np.testing.assert_allclose(scores, reference(scorer, x), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["tail and padding", "chunk shorter than the window"])
+@pytest.mark.parametrize("scorer", [SnapKV(), KVCompress(), ExpectedAttention(future=40)], ids=label)
+def test_scores_of_capped_logits(scorer, case):
+    x = make_inputs(case, soft_cap=0.7)
+    scores = np.asarray(score(scorer, x))
+    np.testing.assert_allclose(scores, reference(scorer, x), rtol=2e-4, atol=1e-6)
+    # Guards against a cap that changes nothing, and one that is left out of either side of s - lse.
+    assert np.nanmax(np.abs(scores - score(scorer, dataclasses.replace(x, soft_cap=None)))) > 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(1.0, 60.0),
+    st.floats(-2.0, 2.0),
+    st.floats(0.001, 0.5),
+)
+def test_expected_attention_bounds_what_capped_logits_are_expected_to_be(cap, mean, spread):
+    """ln E exp(capped logit), summed up over a fine grid, is what z is for; mean and spread in units of the cap."""
+    mean, spread = mean * cap, spread * cap
+    logit = mean + np.linspace(-12, 12 + spread, 20_001) * spread
+    terms = capped(logit, cap) - np.square((logit - mean) / spread) / 2
+    want = np.log(np.exp(terms - terms.max()).mean() * (logit[-1] - logit[0]) / spread) + terms.max()
+    want -= np.log(2 * np.pi) / 2
+    z = capped(mean + spread**2 / 2, cap)
+    assert want < z + 0.1  # the bend is hollow between -2 and 0: Jensen's inequality is off by that at most
+    if spread < 0.1:
+        assert want > z - 0.01 * cap
 
 
 @pytest.mark.parametrize("scorer", ALL, ids=label)
