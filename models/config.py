@@ -244,15 +244,6 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         raise UnsupportedModelError(f"cannot load {name}: {error}") from error
 
 
-def check_served(config: ModelConfig) -> None:
-    """Raises UnsupportedModelError for what `models` knows of and the engine does not."""
-    if config.attention_soft_cap is not None:
-        raise UnsupportedModelError(
-            f"cannot serve {config.name}: a soft cap on the scores of attention (attn_logit_softcapping="
-            f"{config.attention_soft_cap}, Gemma 2) is not supported yet. Take Gemma 3, which has none"
-        )
-
-
 def _check_numbers(config: Mapping[str, Any], name: str) -> None:
     required = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in required if key not in config]

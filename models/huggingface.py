@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from models.config import (
     ModelConfig,
     UnsupportedModelError,
-    check_served,
     config_from_huggingface,
     end_token_ids,
 )
@@ -129,7 +128,7 @@ def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] |
         disable_progress_bars()
     try:
         config = huggingface_hub.hf_hub_download(repo, "config.json")
-        check_served(config_from_huggingface(overridden(_read_json(Path(config)), overrides or {}), repo))
+        config_from_huggingface(overridden(_read_json(Path(config)), overrides or {}), repo)
         return Path(
             huggingface_hub.snapshot_download(repo, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
         )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from models import conversion_cache
-from models.config import ModelConfig, UnsupportedModelError, check_served
+from models.config import ModelConfig, UnsupportedModelError
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.packed_experts import can_stay_packed, kept_packed
 from models.params import Params
@@ -68,7 +68,8 @@ SHORT_NAMES: dict[str, WheelModel] = {
 
 # Of Gemma those tuned for conversations; the base models have "pt" for "it".
 HUB_NAMES: dict[str, str] = {
-    f"gemma-3-{size}": f"google/gemma-3-{size}-it" for size in ("270m", "1b", "4b", "12b", "27b")
+    f"gemma-{size}": f"google/gemma-{size}-it"
+    for size in ("2-2b", "2-9b", "2-27b", "3-270m", "3-1b", "3-4b", "3-12b", "3-27b")
 } | {f"gpt-oss-{size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")}
 
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
@@ -136,7 +137,6 @@ def load_model(
 
 
 def _check(config: ModelConfig, dtype: DTypeLike) -> None:
-    check_served(config)
     wide = "Gemma" if config.post_norms else "GPT-OSS" if config.swiglu_limit is not None else None
     if wide and jnp.dtype(dtype) == jnp.float16:
         raise UnsupportedModelError(

@@ -11,10 +11,14 @@ import pytest
 
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
-from models.testing import random_params, tiny_config
+from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
+from pallas_kernels import chunk_prefill, keep, ragged_decode
 from tangram_jax import gpu_attention
 
-CONFIG = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
+CONFIG = tiny_config(**SHAPE)
+GEMMA2 = tiny_gemma2_config(**SHAPE, sliding_layers=(0,))
+GPT_OSS = tiny_gpt_oss_config(**SHAPE, sliding_layers=(0,))
 
 
 @pytest.fixture
@@ -64,6 +68,54 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
         assert kernels(text) == 2  # attention, appending
         assert "stablehlo.while" not in text
     assert not caplog.records  # nothing was left to XLA with a warning
+
+
+def trace_step(config) -> None:
+    """A chunk and tokens of a model with windows, in bfloat16."""
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
+    plan = tj.CachePlan.build(profile, 2, 16, sliding=tj.SlidingLayers.of(config, 32))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, 0))
+    cache = tj.init_cache(
+        plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=jnp.bfloat16
+    )
+    chunk = tj.Chunk(np.int32(1), np.zeros(128, np.int32), np.int32(100))
+    decode = tj.Decode(np.zeros(2, np.int32), np.zeros(2, np.int32))
+    step = functools.partial(tj.step, config=config, plan=plan, scorer=tj.get_scorer("snapkv"))
+    jax.eval_shape(lambda params, cache: step(params, cache=cache, chunk=chunk, decode=decode), params, cache)
+
+
+@pytest.mark.parametrize("config", [GEMMA2, GPT_OSS], ids=lambda config: config.name)
+def test_kernels_are_told_of_soft_caps_and_sinks(hopper, config, monkeypatch):
+    """In layers with a window and in those without."""
+    told = []
+
+    def listen(module, name):
+        function = getattr(module, name)
+
+        def noted(*args, **kwargs):
+            told.append((name, kwargs["scale"], kwargs["soft_cap"], kwargs.get("sinks") is not None))
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, noted)
+
+    listen(chunk_prefill, "chunk_prefill")
+    listen(ragged_decode, "ragged_decode")
+    listen(keep, "window_sums")
+    trace_step(config)
+    logits = config.attention_scale, config.attention_soft_cap
+    chunk, decode = ("chunk_prefill", *logits, False), ("ragged_decode", *logits, config.attention_sinks)
+    scores = ("window_sums", *logits, False)
+    assert sorted(told) == sorted([chunk, chunk, decode, decode, scores])
+
+
+def test_chunks_with_a_soft_cap_have_no_use_for_cudnn(hopper, monkeypatch, caplog):
+    def refuse(*_):
+        raise NotImplementedError("head dimension 80")
+
+    monkeypatch.setattr(chunk_prefill, "check_supported", refuse)
+    monkeypatch.setattr(gpu_attention, "cudnn_attention", lambda *_, **__: pytest.fail("no soft cap there"))
+    trace_step(GEMMA2)
+    assert "XLA operations, several times slower: cuDNN has no soft cap, and head dimension 80" in caplog.text
 
 
 @pytest.mark.parametrize(

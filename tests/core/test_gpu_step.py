@@ -8,7 +8,13 @@ import pytest
 import tangram_jax as tj
 from models.attention import dense_attend
 from models.config import ModelConfig
-from models.testing import random_params, tiny_config, tiny_gemma_config
+from models.testing import (
+    random_params,
+    tiny_config,
+    tiny_gemma2_config,
+    tiny_gemma_config,
+    tiny_gpt_oss_config,
+)
 from models.transformer import forward
 from pallas_kernels import chunk_prefill, ragged_decode
 from tangram_jax import gpu_attention
@@ -18,6 +24,9 @@ pytestmark = pytest.mark.gpu
 SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
 CONFIG = tiny_config(**SHAPE)
 GEMMA = tiny_gemma_config(**SHAPE, sliding_layers=(0,), sliding_window=150, embed_scale=16.0)
+GEMMA2 = tiny_gemma2_config(**SHAPE, sliding_layers=(0,), sliding_window=150, embed_scale=16.0)
+# Every token goes through all experts: which ones are best may change with rounding, and all that follows with them.
+GPT_OSS = tiny_gpt_oss_config(**SHAPE, sliding_layers=(0,), sliding_window=150, experts_per_token=4)
 HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
 SNAPKV = tj.get_scorer("snapkv")
 ROW = np.int32(1)
@@ -91,6 +100,20 @@ def test_full_retention_is_dense_attention(cluster, page_size):
     errors = errors_against_dense(CONFIG, uniform_plan(CONFIG, page_size, cluster), 128)
     # bfloat16 under sharp random attention; a wrong entry or position gives about 1.
     assert max(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("way", ["kernels", "others"])
+@pytest.mark.parametrize("config", [GEMMA2, GPT_OSS], ids=lambda config: config.name)
+def test_soft_caps_and_sinks_are_dense_attention(config, way, monkeypatch, caplog):
+    """Without our kernels chunks go to cuDNN, which knows no soft cap: those of Gemma 2 to XLA operations."""
+    if way == "others":
+        monkeypatch.setattr(chunk_prefill, "check_supported", refuse)
+        monkeypatch.setattr(ragged_decode, "check_supported", refuse)
+    errors = errors_against_dense(config, uniform_plan(config, 64), 128)
+    assert max(errors) < 0.1, errors
+    assert ("Decode attention runs as XLA operations" in caplog.text) == (way == "others")
+    capped = config.attention_soft_cap is not None
+    assert ("cuDNN has no soft cap" in caplog.text) == (way == "others" and capped)
 
 
 @pytest.mark.parametrize("way", ["kernels", "cudnn"])

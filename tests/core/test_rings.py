@@ -10,7 +10,13 @@ import pytest
 
 import tangram_jax as tj
 from models.attention import dense_attend
-from models.testing import random_params, tiny_config, tiny_gemma_config
+from models.testing import (
+    random_params,
+    tiny_config,
+    tiny_gemma2_config,
+    tiny_gemma_config,
+    tiny_gpt_oss_config,
+)
 from models.transformer import forward
 
 WINDOW = 20
@@ -119,8 +125,13 @@ def test_full_retention_equals_dense_attention(page_size, chunk):
         rows.decode({1: token})
 
 
-def test_gemma_3():
-    config = tiny_gemma_config()
+@pytest.mark.parametrize(
+    "config",
+    [tiny_gemma_config(), tiny_gemma2_config(), tiny_gpt_oss_config()],
+    ids=lambda config: config.name,
+)
+def test_models_with_windows_of_their_own(config):
+    """Gemma 3's two bases of RoPE, Gemma 2's soft caps, GPT-OSS's sinks: in windowed layers and full ones."""
     rows = Rows(plan_of(config=config), config)
     for part in np.split(random_tokens(90), [40, 47]):
         rows.chunk(1, part)

@@ -1,6 +1,7 @@
 """Gemma 2: soft caps on the scores of attention and on the logits, in configurations, files and the model."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.attention import dense_attend, masked_attention
-from models.config import UnsupportedModelError, check_served, config_from_huggingface
+from models.config import UnsupportedModelError, config_from_huggingface
 from models.gemma import GEMMA2
 from models.gguf import GGUFFile
-from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
 from models.testing import reference_decode, tiny_tokenizer
 from models.transformer import forward, soft_cap
 from models.weights import assemble_params
 from tests.models.checkpoints import GOLDEN, golden_tensors
-from tests.models.gguf_files import write_gguf
+from tests.models.gguf_files import with_tiny_vocabulary, write_gguf
 
 HF_CONFIG = json.loads((GOLDEN / "tiny_gemma2" / "config.json").read_text())
 CAPS = {"gemma2.attn_logit_softcapping": 2.0, "gemma2.final_logit_softcapping": 5.0}
@@ -120,7 +120,6 @@ def test_models_without_caps():
         HF_CONFIG | {"attn_logit_softcapping": None, "final_logit_softcapping": None}, "x"
     )
     assert config.attention_soft_cap is None and config.logits_soft_cap is None
-    check_served(config)
     with pytest.raises(ValueError, match=r"logits_soft_cap must be positive or None, got -1"):
         config.replace(logits_soft_cap=-1.0)
 
@@ -153,23 +152,19 @@ def test_gguf_where_the_file_says_little(gemma, tmp_path):
     assert found.attention_scale == (32 / 4) ** -0.5
 
 
-def test_what_is_not_served_yet_is_refused(gemma, tmp_path, cache, monkeypatch):
-    message = r"cannot serve .*attn_logit_softcapping=2.0, Gemma 2\) is not supported yet. Take Gemma 3"
-    directory = tmp_path / "tiny"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
-    tiny_tokenizer().save(str(directory))
-    assert HuggingFaceDirectory(directory).config.attention_soft_cap == 2.0
-    with pytest.raises(UnsupportedModelError, match=message):
-        load_model(directory, progress=False)
-    with pytest.raises(UnsupportedModelError, match=message):
-        load_model(write(tmp_path / "g.gguf", gemma), progress=False)
+def test_loading(gemma, tmp_path, cache, monkeypatch):
+    shutil.copytree(GOLDEN / "tiny_gemma2", tmp_path / "m")
+    tiny_tokenizer().save(str(tmp_path / "m"))
+    asked = []
+    monkeypatch.setattr("models.registry.download", lambda repo, **_: asked.append(repo) or tmp_path / "m")
+    loaded = load_model("Gemma-2-9B", progress=False)
+    assert (loaded.name, asked) == ("gemma-2-9b", ["google/gemma-2-9b-it"])
+    assert loaded.config.replace(name=gemma[1].name, eos_token_ids=gemma[1].eos_token_ids) == gemma[1]
+    with pytest.raises(UnsupportedModelError, match="Gemma go beyond the range of float16, take bfloat16"):
+        load_model(tmp_path / "m", dtype="float16", progress=False)
 
-    def fetch(repo, name, **_):
-        assert name == "config.json"
-        return str(directory / name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("weights fetched"))
-    with pytest.raises(UnsupportedModelError, match=message):
-        load_model("google/gemma-2-2b-it", progress=False)
+    path = write(tmp_path / "g.gguf", with_tiny_vocabulary(*gemma[:2]))
+    first = load_model(path, progress=False)
+    assert (first.config.attention_soft_cap, first.config.logits_soft_cap) == (2.0, 5.0)
+    again = load_model(path, progress=False)  # from the cache
+    assert again.config == first.config and again.config.sliding_layers == (0, 2)

@@ -1,15 +1,18 @@
-"""The engine with a tiny model that has a sliding-window layer: full retention says what dense attention says."""
+"""The engine with tiny models that have a sliding-window layer: full retention says what dense attention says.
 
-from tests.serve.tiny_engine import MAX_TAIL, WINDOWED, ask_all, greedy, tiny_engine, tokens_of
+Most of it with one like Gemma 2, whose soft caps come on top.
+"""
+
+from tests.serve.tiny_engine import GEMMA2, GPT_OSS, MAX_TAIL, ask_all, greedy, tiny_engine, tokens_of
 
 
 def said(prompt: list[int], count: int) -> list[int]:
-    return greedy(prompt, count, config=WINDOWED)
+    return greedy(prompt, count, config=GEMMA2)
 
 
 def test_requests_of_any_length_together():
     """Within the window, beyond it, and beyond the ring; answers longer than a tail."""
-    with tiny_engine("window") as tiny:
+    with tiny_engine("gemma2") as tiny:
         prompts = [tokens_of(n, seed=n) for n in (5, 39, 41, 150)]
         for prompt, answer in zip(prompts, ask_all(tiny, prompts, max_tokens=MAX_TAIL + 20), strict=True):
             assert answer.tokens == said(prompt, MAX_TAIL + 20), len(prompt)
@@ -17,7 +20,7 @@ def test_requests_of_any_length_together():
 
 
 def test_conversations_go_on_and_are_taken_back():
-    with tiny_engine("window") as tiny:
+    with tiny_engine("gemma2") as tiny:
         prompt = tokens_of(120)
         first = tiny.answer(prompt, max_tokens=30)
         turn = [*prompt, *first.tokens, *tokens_of(15, seed=1)]
@@ -33,7 +36,7 @@ def test_conversations_go_on_and_are_taken_back():
 
 
 def test_prompts_that_begin_alike():
-    with tiny_engine("window") as tiny:
+    with tiny_engine("gemma2") as tiny:
         document = tokens_of(140, seed=3)
         prompts = [[*document, 8 + i, *tokens_of(21, seed=i)] for i in range(3)]
         answers = [tiny.answer(prompt, max_tokens=12) for prompt in prompts]
@@ -45,7 +48,7 @@ def test_prompts_that_begin_alike():
 
 def test_choices_and_preempted_requests():
     """Choices start from copies of a row; with few pages requests wait or are computed again."""
-    with tiny_engine("window", pages=190, max_stored=0) as tiny:
+    with tiny_engine("gemma2", pages=190, max_stored=0) as tiny:
         prompt = tokens_of(90, seed=4)
         asked = tiny.ask(prompt, n=3, max_tokens=70)
         more = [tiny.ask(tokens_of(60, seed=i), max_tokens=70) for i in (5, 6)]
@@ -54,3 +57,16 @@ def test_choices_and_preempted_requests():
         for other in more:
             assert other.wait()[0].tokens == said(other.request.prompt_ids, 70)
         tiny.settle()
+
+
+def test_attention_sinks():
+    """GPT-OSS: requests together, and the next turn of one of them."""
+    with tiny_engine("gpt_oss") as tiny:
+        prompts = [tokens_of(n, seed=n) for n in (7, 41, 120)]
+        for prompt, answer in zip(prompts, ask_all(tiny, prompts, max_tokens=20), strict=True):
+            assert answer.tokens == greedy(prompt, 20, config=GPT_OSS), len(prompt)
+        turn = [*prompts[-1], *answer.tokens, *tokens_of(15, seed=1)]
+        second = tiny.answer(turn, max_tokens=10)
+        assert second.cached >= 139
+        assert second.tokens == greedy(turn, 10, config=GPT_OSS)
+        tiny.forget()

@@ -15,7 +15,7 @@ import numpy as np
 import tangram_jax as tj
 from models.attention import dense_attend
 from models.config import ModelConfig
-from models.testing import random_params, tiny_config
+from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from models.transformer import forward
 from serve.args import ServeConfig
 from serve.buckets import Buckets
@@ -25,29 +25,33 @@ from serve.runner import Runner
 from serve.scheduler import Limits
 
 CONFIG = tiny_config(num_layers=2)
-WINDOWED = CONFIG.replace(sliding_window=40, sliding_layers=(0,))  # of the same weights
-PARAMS = random_params(CONFIG, 0)
 EXPERTS = CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,))
-EXPERT_PARAMS = random_params(EXPERTS, 0)
+# Layer 0 has a window, layer 1 none.
+WINDOWS: dict[str, Any] = {"num_layers": 2, "sliding_window": 40, "sliding_layers": (0,)}
+GEMMA2, GPT_OSS = tiny_gemma2_config(**WINDOWS), tiny_gpt_oss_config(**WINDOWS)
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
 BUCKETS = Buckets(mixed_chunks=(16,), largest_chunk=48, batches=(RUNNING,), prompt_logprobs=32)
 BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 
 
+@cache
 def params_of(config: ModelConfig) -> Any:
     """The weights of one of the models here."""
-    return EXPERT_PARAMS if config.num_experts else PARAMS
+    return random_params(config, 0)
+
+
+PARAMS = params_of(CONFIG)
 
 
 @cache
 def tiny_runner(kind: str) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model.
 
-    "window": all of layer 1, and of layer 0 what its sliding window of 40 tokens shows. "experts": as "full", of a model
-    whose layer 1 is a mixture of experts.
+    "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
+    layer 0 what its window shows.
     """
-    config = {"window": WINDOWED, "experts": EXPERTS}.get(kind, CONFIG)
+    config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
     if kind == "ragged":
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
