@@ -30,16 +30,17 @@ def chunk_supported(
     q_shape: tuple[int, ...], dtype: Any, pool: jax.Array, soft_cap: float | None = None
 ) -> bool:
     """Whether `ChunkAttention` and `WindowAttention` here take queries of q_shape (T, K, G, D) over this pool."""
-    if jax.default_backend() != "gpu" or dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != dtype:
+    if jax.default_backend() != "gpu":
         return False
-    if soft_cap is None:
-        return q_shape[-1] in CUDNN_HEAD_DIMS and q_shape[-1] <= _largest_cudnn_head()
-    reason = _why_no_kernel(q_shape, dtype, pool)
+    reason, head_dim = None, q_shape[-1]
+    if dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != dtype:
+        reason = f"queries of {jnp.dtype(dtype)} over a pool of {pool.dtype}: one of bfloat16 and float16 is needed"
+    elif soft_cap is not None and (missing := _why_no_kernel(q_shape, dtype, pool)):
+        reason = f"cuDNN has no soft cap, and {missing}"
+    elif soft_cap is None and (head_dim not in CUDNN_HEAD_DIMS or head_dim > _largest_cudnn_head()):
+        reason = f"head dimension {head_dim}: this GPU's cuDNN takes some of {CUDNN_HEAD_DIMS}"
     if reason:
-        log.warning(
-            "Chunk attention runs as XLA operations, several times slower: cuDNN has no soft cap, and %s",
-            reason,
-        )
+        log.warning("Chunk attention runs as XLA operations, several times slower: %s", reason)
     return reason is None
 
 

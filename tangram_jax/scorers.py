@@ -35,9 +35,8 @@ class ScoreInputs:
     q: Float[Array, "T N D"]  # queries after RoPE; rows from num_valid on are padding
     q_positions: Int[Array, " T"]  # true positions
     num_valid: Int[Array, ""]  # valid rows of q
-    lse: Float[
-        Array, "T N"
-    ]  # natural log-sum-exp of logits over ALL entries visible to each query, sinks included
+    # Natural log-sum-exp of logits over ALL entries visible to each query, sinks included.
+    lse: Float[Array, "T N"]
     k: Float[Array, "K C D"]  # candidate keys after RoPE: previous tail, then the chunk
     v: Float[Array, "K C D"]
     positions: Int[Array, " C"]  # true positions, contiguous and increasing
