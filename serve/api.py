@@ -255,7 +255,9 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
         return JSONResponse(card(serving.check_model(name)))
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)  # as some load balancers ask
     @app.get("/ping")
+    @app.head("/ping", include_in_schema=False)
     @app.post("/ping")
     async def health() -> JSONResponse:
         serving.check_ready()

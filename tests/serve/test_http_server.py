@@ -62,6 +62,8 @@ def test_tokenize_and_back(served):
 def test_health_and_version(served):
     for path in ("/health", "/ping"):
         assert served.http.get(path).json() == {"status": "ok"}
+        head = served.http.head(path)
+        assert head.status_code == 200 and not head.content
     assert served.http.get("/version").json().keys() == {"version"}
     served.engine.ready = False
     for response in (served.http.get("/health"), served.post("/v1/chat/completions", CHAT)):
