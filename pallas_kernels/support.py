@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import byte_pages
+
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
@@ -22,19 +24,14 @@ def check_attention(
     q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D].
     """
     group, head_dim = q_shape[2], q_shape[3]
-    page_size = pool_shape[3]
+    page_size = byte_pages.page_size(jax.ShapeDtypeStruct(pool_shape, pool_dtype))
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
     if not 1 <= group <= MAX_GROUP:
         raise NotImplementedError(f"{group} query heads per KV head: the kernel takes 1 to {MAX_GROUP}")
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
-    if pool_dtype not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"pool of {pool_dtype}: the kernel takes bfloat16 and float16")
-    if q_dtype != pool_dtype:
-        raise NotImplementedError(
-            f"queries of {q_dtype} over a pool of {pool_dtype}: the kernel takes equal dtypes"
-        )
+    _check_dtypes("queries", q_dtype, pool_dtype)
     check_device(device)
 
 
@@ -43,13 +40,16 @@ def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None
     check_one_device(pool)
     if pool.shape[4] not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension {pool.shape[4]}: the kernels have {HEAD_DIMS}")
-    if pool.dtype not in ("bfloat16", "float16"):
-        raise NotImplementedError(f"pool of {pool.dtype}: the kernels take bfloat16 and float16")
-    if dtype != pool.dtype:
-        raise NotImplementedError(
-            f"entries of {dtype} for a pool of {pool.dtype}: the kernels take equal dtypes"
-        )
+    _check_dtypes("entries", dtype, pool.dtype)
     check_device(device)
+
+
+def _check_dtypes(what: str, dtype: Any, pool_dtype: Any) -> None:
+    if dtype not in ("bfloat16", "float16") or (pool_dtype != dtype and not byte_pages.is_bytes(pool_dtype)):
+        raise NotImplementedError(
+            f"{what} of {dtype} with a pool of {pool_dtype}: the kernels take bfloat16 or float16 with a pool of the same "
+            "dtype or of bytes"
+        )
 
 
 def num_sms() -> int:

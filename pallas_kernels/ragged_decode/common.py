@@ -22,6 +22,8 @@ class Config:
     page: int
     unit: int  # entries between possible borders of shares
     block: int  # entries of a tile
+    packed: bool  # pages of bytes
+    scale_rows: int  # of a page's column, behind its entries
     num_shares: int
     merge_unroll: int
     scale: float
@@ -44,7 +46,19 @@ class Config:
 
     @property
     def slots(self) -> int:
-        return self.tuning.num_slots(self.head_dim, self.block)
+        return self.tuning.num_slots(self.head_dim * (1 if self.packed else 2) * self.block)
+
+    @property
+    def halves(self) -> int:
+        """Into which a tile's columns are divided: a swizzled line of shared memory has 128 bytes at most."""
+        return self.head_dim // 128 if self.packed and self.head_dim > 128 else 1
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The shape of a tile of keys or values in shared memory."""
+        if self.packed:
+            return self.halves, self.block, self.head_dim // self.halves
+        return self.block, self.head_dim
 
 
 class Refs(NamedTuple):
@@ -54,17 +68,20 @@ class Refs(NamedTuple):
     sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
     q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
-    pool: Any  # [num_pages, 2, Hp, P, D]
+    pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, P + scale rows, D]
     sinks: Any  # f32[K, Gp], times log2(e)
     out: Any  # [items, G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[W, D, Gp] (2 W if merged outside)
     part_ml: Any  # f32[W, 2, Gp]
     q_s: Any = None  # [Gp, D]
-    kv_s: Any = None  # [slots, block, D]
+    kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, block, D / halves]
     p_s: Any = None  # [Gp, block]
     full: Any = None
     free: Any = None
+    scales_s: Any = None  # u8[slots, pages, 2, scale rows, D], of keys and values, beside the keys
+    scaled: Any = None  # barriers of these
+    spare_s: Any = None  # [block, D] for the interpreter, whose products take nothing from registers
 
 
 class Item(NamedTuple):

@@ -3,6 +3,8 @@
 The CPU interpreter cannot run them: `mosaic_gpu.py` has a plain path beside each.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental.mosaic import gpu as mgpu
@@ -11,6 +13,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
+Dimension = Callable[[ir.Value], ir.Value]
+
+
+def _same(row: ir.Value) -> ir.Value:
+    return row
 
 
 def signal(counter: jax.Ref) -> None:
@@ -38,8 +45,11 @@ def wait(counter: jax.Ref, value: jax.Array, *, clear: bool = False) -> None:
     run(counter, value)
 
 
-def load_transposed(src: jax.Ref, columns: int) -> jax.Array:
-    """[G, D] in global memory to [D, columns] registers (WGMMA layout); columns from G on repeat the last row."""
+def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) -> jax.Array:
+    """[G, D] in global memory to [D, columns] registers (WGMMA layout); columns from G on repeat the last row.
+
+    Row r is of dimension(r), see `byte_ops`.
+    """
     group, head_dim = src.shape
     result = plgpu.ShapeDtypeStruct((head_dim, columns), src.dtype, layout=plgpu.Layout.WGMMA)
 
@@ -55,15 +65,15 @@ def load_transposed(src: jax.Ref, columns: int) -> jax.Array:
 
         def load(_, position):
             d, g = position
-            return memref.load(src, [arith.minui(g, most), d])
+            return memref.load(src, [arith.minui(g, most), dimension(d)])
 
         return zero.foreach(load, create_array=True)
 
     return run(src)
 
 
-def store_transposed(value: jax.Array, dst: jax.Ref) -> None:
-    """Stores [D, Gp] registers (WGMMA layout) to [G, D] in global memory; rows from G on are dropped."""
+def store_transposed(value: jax.Array, dst: jax.Ref, dimension: Dimension = _same) -> None:
+    """Stores [D, Gp] registers (WGMMA layout) to [G, D] in global memory; columns from G on are dropped."""
     group = dst.shape[-2]
     dtype = dst.dtype
 
@@ -75,7 +85,7 @@ def store_transposed(value: jax.Array, dst: jax.Ref) -> None:
         rows = value.shape[1]
 
         def store(element, position):
-            d, g = position
+            d, g = dimension(position[0]), position[1]
             if rows == group:
                 memref.store(element, dst, [g, d])
                 return

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import pieces
+from pallas_kernels import byte_pages, pieces
 from pallas_kernels.logits import LOG2E, log2_logits
 from pallas_kernels.pieces import LOW
-from pallas_kernels.ragged_decode import device_ops
+from pallas_kernels.ragged_decode import byte_ops, device_ops
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import Config, Item, Refs, f32, i32
 from pallas_kernels.ragged_decode.load import load
@@ -30,6 +30,7 @@ from pallas_kernels.ragged_decode.load import load
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+SHARED = Refs._fields[Refs._fields.index("q_s") :]
 
 
 def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
@@ -38,21 +39,27 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     gmem = Refs(*inputs, *rest)
 
     def body(*smem: Any) -> None:
-        refs = gmem._replace(**dict(zip(Refs._fields[-5:], smem, strict=True)))
+        refs = gmem._replace(**dict(zip(SHARED, smem, strict=False)))
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(functools.partial(_compute, cfg, refs))
         pl.when(wg == 1)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    pl.run_scoped(
-        body,
-        plgpu.SMEM((cfg.queries, cfg.head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((cfg.slots, cfg.block, cfg.head_dim), dtype, transforms=tiled),
-        plgpu.SMEM((cfg.queries, cfg.block), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=cfg.pages, num_barriers=cfg.slots),
+    lines = (plgpu.SwizzleTransform(cfg.tile[-1]),)  # type: ignore[abstract]
+    operand = jnp.float16 if cfg.packed else dtype
+    smem = [
+        plgpu.SMEM((cfg.queries, cfg.head_dim), operand, transforms=tiled),
+        plgpu.SMEM((cfg.slots, *cfg.tile), dtype, transforms=lines if cfg.packed else tiled),
+        plgpu.SMEM((cfg.queries, cfg.block), operand, transforms=tiled),
+        plgpu.Barrier(num_arrivals=cfg.pages * cfg.halves, num_barriers=cfg.slots),
         plgpu.Barrier(num_barriers=cfg.slots),
-        collective_axes="wg",
-    )
+    ]
+    if cfg.packed:
+        smem.append(plgpu.SMEM((cfg.slots, cfg.pages, 2, cfg.scale_rows, cfg.head_dim), dtype))
+        smem.append(plgpu.Barrier(num_arrivals=cfg.pages, num_barriers=cfg.slots))
+        if cfg.interpreted:
+            smem.append(plgpu.SMEM((cfg.block, cfg.head_dim), operand))
+    pl.run_scoped(body, *smem, collective_axes="wg")
 
 
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:
@@ -104,7 +111,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
             skip = refs.item[layer, before, P.ITEM_SKIP] if cfg.skips else i32(0)
             base, limit, tiles = item.piece(cfg, start, end)
             new = _read_new(cfg, refs, item.number)
-            refs.q_s.transpose((1, 0))[...] = q
+            refs.q_s.transpose((1, 0))[...] = q.astype(refs.q_s.dtype)
             plgpu.commit_smem()
             next_q = _read_queries(cfg, refs, number)
 
@@ -112,24 +119,31 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 acc, m_old, weights = carry
                 k, v = (lax.rem(2 * (done + t) + kv, slots) for kv in range(2))
                 plgpu.barrier_wait(refs.full.at[k])
-                s = _product(tile_shape, refs.kv_s.at[k], refs.q_s.transpose((1, 0)))
+                steps = _steps(cfg, refs, k) if cfg.packed else None
+                s = _logits(cfg, refs, k)
                 plgpu.barrier_arrive(refs.free.at[k])
                 entry = plgpu.broadcasted_iota(i32, tile_shape, 0, layout=WGMMA)
                 at = base + t * cfg.block
                 seen = entry < limit - at
                 if cfg.skips:
                     seen &= entry >= item.skip - at
-                s = jnp.where(seen, log2_logits(s, cfg.scale, cfg.soft_cap), LOW)
+                if steps:
+                    s = s * lax.broadcast_in_dim(steps[0], tile_shape, [0])
+                s = log2_logits(s, cfg.scale, cfg.soft_cap)
+                if steps:  # the weights of what the bytes of values say; none is above 1, as float16 needs
+                    s = s + lax.broadcast_in_dim(jnp.log2(steps[1]), tile_shape, [0])
+                s = jnp.where(seen, s, LOW)
                 m = jnp.maximum(m_old, s.max(axis=0))
                 fade = jnp.exp2(m_old - m)
                 p = jnp.exp2(s - _spread(m, tile_shape))
                 refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
                 plgpu.commit_smem()
+                if steps:
+                    p = p * lax.broadcast_in_dim(1.0 / steps[1], tile_shape, [0])
                 weights = weights * _spread(fade, tile_shape) + p  # summed over entries once, at the end
                 acc = acc * _spread(fade, out_shape)
                 plgpu.barrier_wait(refs.full.at[v])
-                values = refs.kv_s.at[v].transpose((1, 0))
-                acc = acc + _product(out_shape, values, refs.p_s.transpose((1, 0)))
+                acc = acc + _weighted_values(cfg, refs, v)
                 plgpu.barrier_arrive(refs.free.at[v])
                 return acc, m, weights
 
@@ -156,12 +170,58 @@ def _compute(cfg: Config, refs: Refs) -> None:
         lax.fori_loop(0, last - first + 1, one_item, init)
 
 
+def _logits(cfg: Config, refs: Refs, slot: Any) -> Any:
+    """Keys by queries: f32[block, Gp]."""
+    shape, keys, queries = (cfg.block, cfg.queries), refs.kv_s.at[slot], refs.q_s.transpose((1, 0))
+    if not cfg.packed:
+        return _product(shape, keys, queries)
+    if cfg.interpreted:
+        return _product(shape, _as_floats(refs, slot), queries)
+    return _product_unpacked(shape, byte_ops.unpack_keys, keys, refs.q_s)
+
+
+def _weighted_values(cfg: Config, refs: Refs, slot: Any) -> Any:
+    """Values by weights: f32[D, Gp]."""
+    shape, values, weights = (cfg.head_dim, cfg.queries), refs.kv_s.at[slot], refs.p_s.transpose((1, 0))
+    if not cfg.packed:
+        return _product(shape, values.transpose((1, 0)), weights)
+    if cfg.interpreted:
+        return _product(shape, _as_floats(refs, slot).transpose((1, 0)), weights)
+    return _product_unpacked(shape, byte_ops.unpack_values, values, refs.p_s)
+
+
 def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:
     def run(ref: Any) -> Any:
         plgpu.wgmma(ref, a, b)
         return ref[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
+
+
+def _product_unpacked(shape: tuple[int, int], unpack: Any, tile: Any, right: Any) -> Any:
+    """The product of what `unpack` makes of a tile, 64 columns at a time, and `right` [columns of the result, depth]."""
+
+    def run(ref: Any) -> Any:
+        for slab in range(right.shape[1] // byte_ops.SLAB):
+            depth = pl.ds(slab * byte_ops.SLAB, byte_ops.SLAB)
+            plgpu.wgmma(ref, unpack(tile, slab), right.at[:, depth].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, f32))
+
+
+def _as_floats(refs: Refs, slot: Any) -> Any:
+    held = refs.kv_s.at[slot][...].swapaxes(0, 1).reshape(refs.spare_s.shape)
+    refs.spare_s[...] = (held.astype(f32) - byte_pages.ZERO).astype(refs.spare_s.dtype)
+    plgpu.commit_smem()
+    return refs.spare_s
+
+
+def _steps(cfg: Config, refs: Refs, slot: Any) -> tuple[Any, Any]:
+    """What bytes count in, of each entry's key and value."""
+    plgpu.barrier_wait(refs.scaled.at[slot])
+    return byte_ops.read_steps(refs.scales_s.at[slot], cfg.page, interpreted=cfg.interpreted)
 
 
 def _leave_piece(refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
@@ -207,7 +267,10 @@ def _read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
     if cfg.interpreted:
         queries = refs.q.at[number, pl.ds(0, cfg.queries)]
         return plgpu.layout_cast(queries.transpose((1, 0))[...], WGMMA)
-    return device_ops.load_transposed(refs.q.at[number, pl.ds(0, cfg.group)], cfg.queries)
+    rows = refs.q.at[number, pl.ds(0, cfg.group)]
+    if cfg.packed:
+        return device_ops.load_transposed(rows, cfg.queries, byte_ops.key_dimension(cfg.head_dim))
+    return device_ops.load_transposed(rows, cfg.queries)
 
 
 def _read_new(cfg: Config, refs: Refs, number: Any) -> Any:
@@ -215,6 +278,10 @@ def _read_new(cfg: Config, refs: Refs, number: Any) -> Any:
     if not cfg.has_new:
         return None
     last = refs.q.shape[1]
+    if cfg.packed and not cfg.interpreted:
+        by_key, by_value = byte_ops.key_dimension(cfg.head_dim), byte_ops.value_dimension(cfg.head_dim)
+        key, value = refs.q.at[number, last - 2], refs.q.at[number, last - 1]
+        return byte_ops.load_row(key, by_key), byte_ops.load_row(value, by_value)
     return tuple(
         plgpu.load(refs.q.at[number, row], layout=BY_ROW, optimized=False).astype(f32)
         for row in (last - 2, last - 1)
@@ -247,5 +314,7 @@ def _finish(cfg: Config, refs: Refs, number: Any, q: Any, acc: Any, m: Any, norm
     out = acc * _spread(inverse, shape)
     if cfg.interpreted:
         refs.out.at[number][...] = out.T[: cfg.group].astype(refs.out.dtype)
+    elif cfg.packed:
+        device_ops.store_transposed(out, refs.out.at[number], byte_ops.value_dimension(cfg.head_dim))
     else:
         device_ops.store_transposed(out, refs.out.at[number])

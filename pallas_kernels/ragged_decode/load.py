@@ -54,6 +54,10 @@ def load(cfg: Config, refs: Refs) -> None:
                     def _(slot: Any = slot) -> None:
                         plgpu.barrier_wait(refs.free.at[slot])
 
+                    if cfg.packed and not kv:
+                        for u, page in enumerate(ids):
+                            rows = refs.pool.at[page, :, column, pl.ds(cfg.page, cfg.scale_rows)]
+                            plgpu.copy_gmem_to_smem(rows, refs.scales_s.at[slot, u], refs.scaled.at[slot])
                     for u, page in enumerate(ids):
                         # What a slot's first load leaves out would be read as whatever lay there: it is whole.
                         held = limit - base - t * cfg.block - u * cfg.page
@@ -89,10 +93,16 @@ def _load_page(
 
     def copy(count: int) -> None:
         src = refs.pool.at[page, kv, column]
-        if count < cfg.page:
+        if count < src.shape[0]:
             src = src.at[pl.ds(0, count)]
-        rows = refs.kv_s.at[slot, pl.ds(place * cfg.page, count)]
-        plgpu.copy_gmem_to_smem(src, rows, refs.full.at[slot])
+        rows = pl.ds(place * cfg.page, count)
+        if not cfg.packed:
+            plgpu.copy_gmem_to_smem(src, refs.kv_s.at[slot, rows], refs.full.at[slot])
+            return
+        width = cfg.tile[-1]
+        for half in range(cfg.halves):
+            part = src.at[:, pl.ds(half * width, width)]
+            plgpu.copy_gmem_to_smem(part, refs.kv_s.at[slot, half, rows], refs.full.at[slot])
 
     def at_most(count: int) -> None:
         if count == cfg.granule:

@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
 from pallas_kernels.ragged_decode.common import Config
 from pallas_kernels.ragged_decode.kernel import LOG2E, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
@@ -59,6 +60,7 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
     if interpret is not None:  # its reader of queries takes whole tiles
         rows = jnp.insert(rows, np.full(short, group), 0, axis=1)
     layer = plan.layer_number.reshape(1)
+    packed = byte_pages.is_bytes(pool.dtype)
     operands = [layer, plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
     if sinks is not None:
         padded = jnp.pad(sinks.astype(f32) * LOG2E, ((0, 0), (0, short)))
@@ -79,7 +81,9 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         head_dim=head_dim,
         page=plan.page_size,
         unit=plan.unit,
-        block=max(tuning.block(head_dim, plan.page_size), plan.unit),
+        block=max(tuning.block(head_dim, plan.page_size, packed=packed), plan.unit),
+        packed=packed,
+        scale_rows=byte_pages.page_rows(pool.dtype, plan.page_size, head_dim) - plan.page_size,
         num_shares=plan.num_shares,
         merge_unroll=tuning.unroll(plan.num_shares // max(batch * kv_heads, 1), head_dim * queries),
         scale=scale,

@@ -8,22 +8,23 @@ class Tuning:
     """What depends on the chip. Sizes in bytes of the pool's 16-bit entries."""
 
     tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
+    packed_bytes: int = 32768  # the same of byte pages
     slots: int = 4  # tiles in flight, keys and values counted apart; more crowd the memory and are slower
     merge_unroll: int = 8  # partial results read at a time; more are read in vain where items have few
     long_merge_unroll: int = 16  # where items have many
 
-    def block(self, head_dim: int, page_size: int) -> int:
-        """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page."""
-        return max(self.tile_bytes // (2 * head_dim), 64, page_size)
+    def block(self, head_dim: int, page_size: int, *, packed: bool = False) -> int:
+        """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page. `packed`: pages of bytes."""
+        entries = self.packed_bytes // head_dim if packed else self.tile_bytes // (2 * head_dim)
+        return max(entries, 64, page_size)
 
     def unroll(self, pieces: int, elements: int) -> int:
         """Partial results of `elements` read at a time, of some `pieces` of an item: as many as the registers hold."""
         return self.long_merge_unroll if pieces >= 8 and elements <= 1024 else self.merge_unroll
 
-    def num_slots(self, head_dim: int, block: int) -> int:
-        """Fewer where a page makes the tile larger than `tile_bytes`: about the same bytes in flight."""
-        tile = block * head_dim * 2
-        return max(3, min(self.slots, self.slots * self.tile_bytes // tile))
+    def num_slots(self, tile: int) -> int:
+        """Tiles of so many bytes in flight: more or fewer where they are not of `tile_bytes`."""
+        return max(3, self.slots * self.tile_bytes // tile)
 
 
 TUNING = {

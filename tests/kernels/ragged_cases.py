@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
+
 
 @dataclasses.dataclass
 class Case:
@@ -19,9 +21,20 @@ class Case:
     options: dict[str, Any]  # soft_cap, sinks, has_new
     skip: np.ndarray | None = None  # i32[B] entries of every head that are out of sight
 
+    @property
+    def page_size(self) -> int:
+        return byte_pages.page_size(self.pool)
+
+    @property
+    def entries(self) -> Any:
+        """[num_pages, 2, Hp, P, D]: what the pages hold."""
+        if byte_pages.is_bytes(self.pool.dtype):
+            return byte_pages.dequantise(*byte_pages.split(self.pool), jnp.float32)
+        return self.pool
+
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """Dense attention in float64, head by head."""
-        q, pool = np.asarray(self.q, np.float64), np.asarray(self.pool, np.float64)
+        q, pool = np.asarray(self.q, np.float64), np.asarray(self.entries, np.float64)
         new = np.zeros((*q.shape[:2], 0, 2, q.shape[3]))
         if self.options.get("has_new"):
             q, new = q[:, :, :-2], q[:, :, None, -2:]
@@ -69,6 +82,7 @@ def make_case(
     new: bool = False,
     skip: Any = None,
     seed: int = 0,
+    packed: bool = False,
 ) -> Case:
     """Groups as `cluster="model"` makes them: heads of a layer lie in groups shared with other layers' heads.
 
@@ -98,6 +112,10 @@ def make_case(
     def draw(*shape: int) -> Any:
         return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
 
+    pool = draw(num_pages, 2, heads_per_page, page_size, head_dim)
+    if packed:  # of entries of very different sizes, most of all values
+        sizes = np.exp(rng.normal(size=pool.shape[:-1]) * np.array([0.5, 3.0])[:, None, None])
+        pool = byte_pages.join(*byte_pages.quantise(pool * sizes[..., None]))
     options: dict[str, Any] = {}
     if soft_cap is not None:
         options["soft_cap"] = soft_cap
@@ -107,7 +125,7 @@ def make_case(
         options["has_new"] = True
     return Case(
         q=draw(batch, kv_heads, group + 2 * new, head_dim),
-        pool=draw(num_pages, 2, heads_per_page, page_size, head_dim),
+        pool=pool,
         table=jnp.asarray(table),
         lengths=lengths,
         first=first,

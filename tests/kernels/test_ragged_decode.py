@@ -27,7 +27,7 @@ def plan_of(case: Case, **how) -> rd.DecodePlan:
         case.table,
         case.first,
         case.column,
-        page_size=case.pool.shape[3],
+        page_size=case.page_size,
         skip=None if case.skip is None else jnp.asarray(case.skip),
         **how,
     ).layer(0)
@@ -173,6 +173,19 @@ def test_kernel_in_the_interpreter(options):
 )
 def test_shapes_in_the_interpreter(shape):
     check_interpreted(make_case([[300, 129], [64, 65]], **shape), num_shares=3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 64, "page_size": 128, "soft_cap": 20.0, "sinks": True, "new": True},
+        {"head_dim": 128, "page_size": 16, "dtype": jnp.float16, "group": 9},
+        {"head_dim": 256, "page_size": 64, "skip": [5, 15], "new": True},
+    ],
+    ids=str,
+)
+def test_byte_pages_in_the_interpreter(shape):
+    check_interpreted(make_case([[300, 129], [64, 65]], packed=True, **shape), num_shares=3)
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])

@@ -23,7 +23,7 @@ OPTIONS = [
 def plan_of(case: Case, **how) -> rd.DecodePlan:
     return rd.plan_decode(
         jnp.asarray(case.lengths), case.table, case.first, case.column,
-        page_size=case.pool.shape[3], skip=None if case.skip is None else jnp.asarray(case.skip), **how,
+        page_size=case.page_size, skip=None if case.skip is None else jnp.asarray(case.skip), **how,
     ).layer(0)  # fmt: skip
 
 
@@ -84,6 +84,28 @@ def test_windows_that_begin_within_a_page(head_dim, page_size):
     lengths = [[1000] * 4, [65] * 4, [0] * 4, [1040] * 4, [16] * 4]
     case = make_case(lengths, head_dim=head_dim, page_size=page_size, skip=[15, 0, 0, 9, 15], new=True)
     check(case)
+    check(case, num_shares=3)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_byte_pages(head_dim, page_size):
+    case = make_case(SKEWED, head_dim=head_dim, page_size=page_size, heads_per_page=4, new=True, packed=True)
+    check(case)
+    check(case, num_shares=2)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("group", [1, 5, 8, 16])
+def test_byte_pages_options(group, options):
+    dtype = jnp.float16 if group == 5 else jnp.bfloat16
+    check(make_case(SKEWED, group=group, page_size=64, packed=True, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_byte_pages_of_windows(head_dim):
+    lengths = [[1000] * 4, [65] * 4, [0] * 4, [1040] * 4, [16] * 4]
+    case = make_case(lengths, head_dim=head_dim, page_size=64, skip=[15, 0, 0, 9, 15], new=True, packed=True)
     check(case, num_shares=3)
 
 
