@@ -4,6 +4,7 @@
   python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
   python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
+  python -m benchmarks.ragged_decode --bytes         pages of bytes against the same entries in bfloat16
 
 Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
 `python -m benchmarks.ragged_decode_baselines` compares with FlashInfer, PyTorch and others.
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
+from pallas_kernels import byte_pages
 from pallas_kernels import ragged_decode as rd
 from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
 from pallas_kernels.support import num_sms
@@ -95,18 +97,19 @@ class Inputs:
 
     @property
     def kv_bytes(self) -> int:
-        return int(self.lengths.sum()) * 2 * self.shape.head_dim * 2
+        entry = self.shape.head_dim * self.pool.dtype.itemsize + byte_pages.is_bytes(self.pool.dtype)
+        return int(self.lengths.sum()) * 2 * entry
 
     def plan(self, **how: Any) -> rd.DecodePlan:
         plan = rd.plan_decode(
             jnp.asarray(self.lengths), self.table, self.first, self.column,
-            page_size=self.pool.shape[3], **how,
+            page_size=byte_pages.page_size(self.pool), **how,
         )  # fmt: skip
         return jax.tree.map(jnp.asarray, plan.layer(0))
 
 
-def make_inputs(row: Row) -> Inputs:
-    """One head per page (the hardest layout for memory), pages in random order."""
+def make_inputs(row: Row, packed: bool = False) -> Inputs:
+    """One head per page (the hardest layout for memory), pages in random order. `packed`: pages of bytes."""
     shape = SHAPES[row.model]
     lengths = row.lengths(shape)
     pages = -(-lengths // row.page)
@@ -120,12 +123,14 @@ def make_inputs(row: Row) -> Inputs:
         for k, n in enumerate(pages[b]):
             table[b, first[k] : first[k] + n] = order[at : at + n]
             at += n
-    pool_shape = (int(pages.sum()), 2, 1, row.page, shape.head_dim)
-    bits = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, jnp.uint16))()
-    # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
-    pool = jax.jit(
-        lambda x: jax.lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0
-    )(bits)
+    rows = byte_pages.page_rows(jnp.uint8 if packed else jnp.bfloat16, row.page, shape.head_dim)
+    pool_shape = (int(pages.sum()), 2, 1, rows, shape.head_dim)
+    width = jnp.uint8 if packed else jnp.uint16
+    pool = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, width))()
+    if not packed:  # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
+        pool = jax.jit(
+            lambda x: jax.lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0
+        )(pool)
     q = jax.random.normal(
         jax.random.PRNGKey(1), (row.requests, shape.num_kv_heads, shape.group, shape.head_dim), jnp.bfloat16
     )
@@ -142,8 +147,8 @@ def kernel_us(x: Inputs, **how: Any) -> tuple[float, float]:
     return cold_kernel_us(call, (x.q, x.pool, x.plan(**how)), "ragged_decode")
 
 
-def measure(row: Row, roof: float, divisions: bool) -> dict[str, Any]:
-    x = make_inputs(row)
+def measure(row: Row, roof: float, divisions: bool, packed: bool = False) -> dict[str, Any]:
+    x = make_inputs(row, packed)
     us, least = kernel_us(x)
     bytes_us = x.kv_bytes / roof / 1e3
     result = dataclasses.asdict(row) | {
@@ -155,6 +160,9 @@ def measure(row: Row, roof: float, divisions: bool) -> dict[str, Any]:
         "goal us": 6 + bytes_us / 0.99,
         "over bytes": us - bytes_us / 0.99,
     }
+    if packed:
+        result["bfloat16 us"] = kernel_us(make_inputs(row))[0]
+        result["times as fast"] = result["bfloat16 us"] / us
     return result | divided(x) if divisions else result
 
 
@@ -210,6 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--divisions", action="store_true")
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--model", help="only rows of this model")
     parser.add_argument("--csv", help="write the rows there too")
     options = parser.parse_args(argv)
@@ -229,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
             continue
-        results.append(measure(row, roof, options.divisions))
+        results.append(measure(row, roof, options.divisions, options.bytes))
         print(".", end="", file=sys.stderr, flush=True)
     show(results)
     if options.csv:

@@ -30,6 +30,11 @@ SUBTRACT = float(1024 + byte_pages.ZERO)
 SLAB = 64  # rows of an instruction, and columns of the operand that are unpacked at a time
 
 
+def lines(tile: tuple[int, ...]) -> tuple[Any, ...]:
+    """How a tile lies in shared memory."""
+    return (plgpu.SwizzleTransform(tile[-1]),)  # type: ignore[abstract]
+
+
 def key_dimension(head_dim: int) -> Dimension:
     """Which dimension of the head a row of the transposed queries stands for, beside `unpack_keys`."""
     per_half = min(head_dim, 128) // 64
@@ -80,9 +85,9 @@ def unpack_keys(tile: jax.Ref, slab: int) -> jax.Array:
         registers = np.empty((entries // 64, 8, 2), object)
         for rows in range(entries // 64):
             for eight in range(2):
-                row = lane.row(64 * rows + 8 * eight)
+                row = lane.row(half * entries + 64 * rows + 8 * eight)
                 column = lane.plus(lane.times(lane.j, 16 * per_half), 16 * piece)
-                words = lane.load(base, half * entries, row, column, width, 4)
+                words = lane.load(base, row, column, width, 4)
                 for step, word in enumerate(words):
                     registers[rows, 2 * step, eight] = lane.floats(word, 0x4140)
                     registers[rows, 2 * step + 1, eight] = lane.floats(word, 0x4342)
@@ -104,12 +109,12 @@ def unpack_values(tile: jax.Ref, slab: int) -> jax.Array:
             for odd in range(2):
                 row = lane.plus(lane.times(lane.j, 2), 64 * slab + 8 * number + odd)
                 if halves == 1:
-                    first, column = 0, lane.times(lane.warp, 8 * own)
+                    half, column = lane.times(lane.warp, 0), lane.times(lane.warp, 8 * own)
                 else:  # two warps in each
-                    first = lane.times(lane.over(lane.warp, 2), entries)
-                    column = lane.times(lane.beyond(lane.warp, 2), 8 * own)
+                    half, column = lane.over(lane.warp, 2), lane.times(lane.beyond(lane.warp, 2), 8 * own)
                 column = arith.addi(column, lane.times(lane.g, own))
-                words.append(lane.load(base, first, row, column, width, own / 4))
+                row = arith.addi(row, lane.times(half, entries))
+                words.append(lane.load(base, row, column, width, own / 4))
             for word, (first, second) in enumerate(zip(*words, strict=True)):
                 low = lane.permute(first, second, 0x5140)
                 registers[2 * word, number, 0] = lane.floats(low, 0x4140)
@@ -187,9 +192,7 @@ def _unpacked(tile: jax.Ref, shape: tuple[int, int], run: Callable) -> jax.Array
     """f16 `shape` in the layout of left operands, from registers [rows / 64, columns / 8, 2] that `run` gives."""
     result = plgpu.ShapeDtypeStruct(shape, f16, layout=plgpu.Layout.WGMMA)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType((plgpu.SwizzleTransform(tile.shape[-1]),)),), return_type=result
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(lines(tile.shape)),), return_type=result)
     def unpack(_: Any, tile: Any) -> Any:
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object)
         registers[:, :, 0, 0, :, 0, 0, 0, 0] = run(mgpu_utils.memref_ptr(tile), _Lane())
@@ -227,11 +230,10 @@ class _Lane:
     def beyond(self, x: ir.Value, value: int) -> ir.Value:
         return arith.remui(x, self._constant(value))
 
-    def load(self, base: Any, first: Any, row: Any, column: Any, width: int, words: float) -> list[ir.Value]:
-        """`words` words (or half a one) at a column of row `first` + `row` of swizzled lines; `first` a multiple of 8."""
+    def load(self, base: Any, row: Any, column: Any, width: int, words: float) -> list[ir.Value]:
+        """`words` words (or half a one) at a row and column of swizzled lines."""
         turn = self.beyond(self.over(row, 128 // width), width // 16)
         place = arith.xori(self.over(column, 16), turn)
-        row = self.plus(row, first) if isinstance(first, int) else arith.addi(row, first)
         offset = arith.addi(self.times(row, width), self.times(place, 16))
         offset = arith.addi(offset, self.beyond(column, 16))
         at = mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))

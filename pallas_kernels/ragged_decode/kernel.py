@@ -45,11 +45,12 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         pl.when(wg == 1)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    lines = (plgpu.SwizzleTransform(cfg.tile[-1]),)  # type: ignore[abstract]
     operand = jnp.float16 if cfg.packed else dtype
     smem = [
         plgpu.SMEM((cfg.queries, cfg.head_dim), operand, transforms=tiled),
-        plgpu.SMEM((cfg.slots, *cfg.tile), dtype, transforms=lines if cfg.packed else tiled),
+        plgpu.SMEM(
+            (cfg.slots, *cfg.tile), dtype, transforms=byte_ops.lines(cfg.tile) if cfg.packed else tiled
+        ),
         plgpu.SMEM((cfg.queries, cfg.block), operand, transforms=tiled),
         plgpu.Barrier(num_arrivals=cfg.pages * cfg.halves, num_barriers=cfg.slots),
         plgpu.Barrier(num_barriers=cfg.slots),
