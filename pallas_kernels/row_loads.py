@@ -44,16 +44,13 @@ def load_vectors(
     """
     size = vector_size(int(np.prod(shape)), shape[-1])
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=size)
-    types = tuple(plgpu.RefType() if _is_ref(x) else SCALAR for x in arguments)
+    types = tuple(plgpu.RefType() if is_ref(x) else SCALAR for x in arguments)
 
     @plgpu.inline_mgpu(arg_types=types, return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout))
     def run(_: Any, *arguments: Any) -> Any:
         i64 = ir.IntegerType.get_signless(64)
         element = mgpu_utils.dtype_to_ir_type(dtype)
-        given = [
-            arith.extsi(i64, x.registers.item()) if isinstance(x, mgpu.FragmentedArray) else x
-            for x in arguments
-        ]
+        given = [as_operand(x) for x in arguments]
         frag = mgpu.WGStridedFragLayout(shape, size)
         registers = np.empty(frag.registers_shape(shape), dtype=object)
         for n, position in enumerate(frag.thread_idxs(shape)):
@@ -86,6 +83,13 @@ def pick_pointer(refs: Sequence[ir.Value], index: ir.Value) -> ir.Value:
     return pointers[0]
 
 
+def as_operand(x: Any) -> Any:
+    """A scalar as i64, a Ref's memref as it is."""
+    if isinstance(x, mgpu.FragmentedArray):
+        return arith.extsi(ir.IntegerType.get_signless(64), x.registers.item())
+    return x
+
+
 def pointer_of(ref: ir.Value) -> ir.Value:
     return mgpu_utils.memref_ptr(ref)
 
@@ -100,5 +104,6 @@ def muladd(*terms: tuple[ir.Value, int | ir.Value]) -> ir.Value:
     return functools.reduce(arith.addi, products)
 
 
-def _is_ref(x: Any) -> bool:
+def is_ref(x: Any) -> bool:
+    """Of an argument of a kernel's: whether it is a Ref, or else a scalar."""
     return not isinstance(jax.typeof(x), jax.core.ShapedArray)

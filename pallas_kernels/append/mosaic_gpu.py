@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import byte_pages, byte_stores
 from pallas_kernels import row_loads as ops
 
 REQUESTS = 4  # of one CTA
@@ -38,7 +39,8 @@ def append_mosaic_gpu(
     groups = heads.shape[0]
     layout = np.stack([first, capacity, *np.maximum(heads, 0).T], axis=1).astype(np.int32)  # [M, 2 + Hp]
     batch = lengths.shape[0]
-    per_cta = min(batch, REQUESTS)
+    packed = byte_pages.is_bytes(pool.dtype)
+    per_cta = 1 if packed else min(batch, REQUESTS)
     body = functools.partial(_kernel, per_cta, interpret is not None)
 
     def append(*refs: Any) -> None:  # the name that profiles show
@@ -57,7 +59,8 @@ def append_mosaic_gpu(
 
 def _kernel(per_cta: int, interpreted: bool, refs: Any, new: Any) -> None:
     pool, lengths, rows, table, layout = refs
-    num_pages, _, columns, size, head_dim = pool.shape
+    num_pages, _, columns, _, head_dim = pool.shape
+    size = byte_pages.page_size(pool)
     batch, num_rows = lengths.shape[0], table.shape[0]
     group, part = lax.axis_index("group"), lax.axis_index("part")
     first, capacity = layout[group, 0], layout[group, 1]
@@ -75,6 +78,10 @@ def _kernel(per_cta: int, interpreted: bool, refs: Any, new: Any) -> None:
     if interpreted:
         _copy_plainly(pool, layout, group, new, entries)
         return
+    if byte_pages.is_bytes(pool.dtype):
+        for b, there, number, slot in entries:
+            _store_bytes(pool, layout, group, new, b, there, number, slot)
+        return
     loaded = _load((2, columns, head_dim), layout, group, new, [b for b, *_ in entries])
     for entry, (_, there, number, slot) in zip(loaded, entries, strict=True):
 
@@ -85,20 +92,53 @@ def _kernel(per_cta: int, interpreted: bool, refs: Any, new: Any) -> None:
 
 def _load(shape: tuple[int, ...], layout: Any, group: Any, new: Any, requests: list[Any]) -> list[jax.Array]:
     """[2, Hp, D] of each request: keys and values of the group's heads."""
-    _, kv_heads, slots, head_dim = new[0].shape
 
-    def address(position: Any, request: Any, group: Any, layout: Any, *new: Any) -> Any:
+    def address(position: Any, request: Any, group: Any, layout: Any, *refs: Any) -> Any:
         which, column, d = position
-        row = ops.muladd((group, layout.type.shape[1]), (column, 1), (ops.constant(2), 1))
-        head = ops.load_index(layout, row)
-        pointer = ops.pick_pointer(new, arith.divui(head, ops.constant(kv_heads)))
-        inner = arith.remui(head, ops.constant(kv_heads))
-        head_size = slots * head_dim
-        which = arith.addi(which, ops.constant(slots - 2))
-        offset = ops.muladd((request, kv_heads * head_size), (inner, head_size), (which, head_dim), (d, 1))
-        return pointer, offset
+        pointer, offset = _entry(new[0].shape, which, column, request, group, layout, refs)
+        return pointer, arith.addi(offset, d)
 
     return [ops.load_vectors(shape, new[0].dtype, (b, group, layout, *new), address) for b in requests]
+
+
+def _entry(
+    shape: tuple[int, ...], which: Any, column: Any, request: Any, group: Any, layout: Any, new: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Pointer and offset of the key (0) or value (1) of a column's head; `shape` of a layer's entries in `new`."""
+    _, kv_heads, slots, head_dim = shape
+    row = ops.muladd((group, layout.type.shape[1]), (column, 1), (ops.constant(2), 1))
+    head = ops.load_index(layout, row)
+    pointer = ops.pick_pointer(new, arith.divui(head, ops.constant(kv_heads)))
+    inner = arith.remui(head, ops.constant(kv_heads))
+    which = arith.addi(which, ops.constant(slots - 2))
+    head_size = slots * head_dim
+    return pointer, ops.muladd((request, kv_heads * head_size), (inner, head_size), (which, head_dim))
+
+
+def _store_bytes(
+    pool: Any, layout: Any, group: Any, new: Any, request: Any, there: Any, number: Any, slot: Any
+) -> None:
+    _, _, columns, rows, head_dim = pool.shape
+    size = byte_pages.page_size(pool)
+
+    def place(row: Any) -> tuple[Any, Any]:  # keys of all columns, then values
+        return arith.divui(row, ops.constant(columns)), arith.remui(row, ops.constant(columns))
+
+    def source(row: Any, request: Any, group: Any, *refs: Any) -> Any:
+        layout, *layers = refs[4:]
+        return _entry(new[0].shape, *place(row), request, group, layout, layers)
+
+    def target(
+        row: Any, request: Any, group: Any, there: Any, number: Any, slot: Any, pool: Any, *_: Any
+    ) -> Any:
+        which, column = place(row)
+        first = ops.muladd((number, 2 * columns * rows), (which, columns * rows), (column, rows))
+        beside = ops.muladd((first, head_dim), (ops.constant(size * head_dim), 1), (slot, 1))
+        written = arith.cmpi(arith.CmpIPredicate.ne, there, ops.constant(0))
+        return written, ops.pointer_of(pool), ops.muladd((first, head_dim), (slot, head_dim)), beside
+
+    given = (request, group, there.astype(i32), number, slot, pool, layout, *new)
+    byte_stores.store_rows(2 * columns, head_dim, new[0].dtype, given, source, target)
 
 
 def _copy_plainly(pool: Any, layout: Any, group: Any, new: Any, entries: list[Any]) -> None:
@@ -115,4 +155,4 @@ def _copy_plainly(pool: Any, layout: Any, group: Any, new: Any, entries: list[An
                 ) -> None:  # fmt: skip
                     for which in range(2):
                         row = new[layer].at[b, lax.rem(head, i32(kv_heads)), slots - 2 + which]
-                        pool.at[number, which, column, slot][...] = row[...]
+                        byte_stores.store_plainly(pool.at[number, which, column], slot, row[...])

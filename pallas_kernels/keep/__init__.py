@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from pallas_kernels import support
+from pallas_kernels import byte_pages, support
 from pallas_kernels.keep.reference import window_sums_reference, write_pages_reference
 
 __all__ = [
@@ -60,11 +60,13 @@ def check_write_supported(
 ) -> None:
     """Raises NotImplementedError, naming the feature, where `write_pages` has no kernel."""
     support.check_pages(pool, keys[0].dtype, device=device)
-    if pool.shape[3] % 2:
-        raise NotImplementedError(f"pages of {pool.shape[3]}: the kernel writes even numbers of entries")
-    if tail.dtype != pool.dtype:
+    if byte_pages.page_size(pool) % 2:
         raise NotImplementedError(
-            f"a tail of {tail.dtype} for a pool of {pool.dtype}: the kernel takes equal dtypes"
+            f"pages of {byte_pages.page_size(pool)}: the kernel writes even numbers of entries"
+        )
+    if tail.dtype != keys[0].dtype:
+        raise NotImplementedError(
+            f"a tail of {tail.dtype} and keys of {keys[0].dtype}: the kernel takes equal dtypes"
         )
 
 

@@ -5,7 +5,7 @@ bytes of as many rows as its registers hold, then stores them. An entry that sta
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import byte_pages, byte_stores
 from pallas_kernels import row_loads as ops
 
 ELEMENTS = 8192  # under way at a time: 64 of each thread
@@ -54,7 +55,8 @@ def write_pages_mosaic_gpu(
 
 def _kernel(interpreted: bool, refs: Any, keys: Any, values: Any) -> None:
     pool, tail, source, pages, heads = refs
-    num_pages, _, _, size, head_dim = pool.shape
+    num_pages, _, _, _, head_dim = pool.shape
+    size = byte_pages.page_size(pool)
     part, page, group = (lax.axis_index(name) for name in ("part", "page", "group"))
     which, column = lax.rem(part, i32(2)), lax.div(part, i32(2))
     number, head = pages[group, page], heads[group, column]
@@ -69,6 +71,9 @@ def _kernel(interpreted: bool, refs: Any, keys: Any, values: Any) -> None:
                 )
                 continue
             place = (entry, group, column, which, number, head, page)
+            if byte_pages.is_bytes(pool.dtype):
+                _store_bytes(step, pool, tail, source, keys, values, place)
+                continue
             rows = _load((step, head_dim), pool, tail, source, keys, values, place)
             pool.at[number, which, column, pl.ds(entry, step)][...] = rows
 
@@ -77,15 +82,64 @@ def _load(
     shape: tuple[int, ...], pool: Any, tail: Any, source: Any, keys: Any, values: Any, place: tuple[Any, ...]
 ) -> jax.Array:
     """[step, D]: the entries from `entry` on of one page, column, and keys or values."""
-    layers, kv_heads = len(keys), keys[0].shape[1]
-    (_, _, columns, size, head_dim), window = pool.shape, tail.shape[3]
+    _, _, columns, size, head_dim = pool.shape
     entry, *given = place
+    find = _finder(len(keys), keys[0].shape, tail.shape[3], columns, size, entry)
 
-    def address(
-        position: Any, group: Any, column: Any, which: Any, number: Any, head: Any, page: Any, *refs: Any
-    ) -> Any:
-        pool, tail, source, *layers_kv = refs
+    def address(position: Any, *given: Any) -> Any:
         row, d = position
+        candidate, pointer, offset = find(row, *given)
+        _, column, which, number, _, _, pool, *_ = given
+        in_pool = ops.muladd((number, 2 * columns * size), (which, columns * size), (column, size), (row, 1))
+        in_pool = ops.muladd((in_pool, 1), (ops.constant(entry), 1))
+        old = arith.cmpi(arith.CmpIPredicate.slt, candidate, ops.constant(0))
+        pointer = arith.select(old, ops.pointer_of(pool), pointer)
+        offset = arith.select(old, arith.muli(in_pool, ops.constant(head_dim)), offset)
+        return pointer, arith.addi(offset, d)
+
+    return ops.load_vectors(shape, pool.dtype, (*given, pool, tail, source, *keys, *values), address)
+
+
+def _store_bytes(
+    step: int, pool: Any, tail: Any, source: Any, keys: Any, values: Any, place: tuple[Any, ...]
+) -> None:
+    """The same entries into a pool of bytes; what stays is not touched."""
+    _, _, columns, rows, head_dim = pool.shape
+    size = byte_pages.page_size(pool)
+    entry, *given = place
+    find = _finder(len(keys), keys[0].shape, tail.shape[3], columns, size, entry)
+
+    def come_from(row: Any, *given: Any) -> Any:
+        candidate, pointer, offset = find(row, *given)
+        stays = arith.cmpi(arith.CmpIPredicate.slt, candidate, ops.constant(0))
+        return pointer, arith.select(stays, ops.constant(0), offset)
+
+    def target(row: Any, *given: Any) -> Any:
+        candidate, *_ = find(row, *given)
+        _, column, which, number, _, _, pool, *_ = given
+        at = arith.addi(row, ops.constant(entry))
+        first = ops.muladd((number, 2 * columns * rows), (which, columns * rows), (column, rows))
+        beside = ops.muladd((first, head_dim), (ops.constant(size * head_dim), 1), (at, 1))
+        written = arith.cmpi(arith.CmpIPredicate.sge, candidate, ops.constant(0))
+        return written, ops.pointer_of(pool), ops.muladd((first, head_dim), (at, head_dim)), beside
+
+    arguments = (*given, pool, tail, source, *keys, *values)
+    byte_stores.store_rows(step, head_dim, keys[0].dtype, arguments, come_from, target)
+
+
+def _finder(
+    layers: int, shape: tuple[int, ...], window: int, columns: int, size: int, entry: int
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Of entry `entry` + row of a page: its candidate, and the pointer and offset of that (of none, anything of the tail's).
+
+    `shape` [T, K, D] of a layer's keys, `window` entries of a tail, pages of `columns` and `size` entries.
+    """
+    _, kv_heads, head_dim = shape
+
+    def find(
+        row: Any, group: Any, column: Any, which: Any, number: Any, head: Any, page: Any, *refs: Any
+    ) -> tuple[Any, Any, Any]:
+        _, tail, source, *layers_kv = refs
         row = arith.addi(row, ops.constant(entry))
         per_head = source.type.shape[2]
         at = ops.muladd((group, columns * per_head), (column, per_head), (page, size), (row, 1))
@@ -98,32 +152,27 @@ def _load(
         in_chunk = ops.muladd((token, kv_heads * head_dim), (inner, head_dim))
         kv_group = ops.muladd((which, tail.type.shape[1]), (group, 1))
         in_tail = ops.muladd((kv_group, columns * window), (column, window), (candidate, 1))
-        in_pool = ops.muladd((number, 2 * columns * size), (which, columns * size), (column, size), (row, 1))
         new = arith.cmpi(arith.CmpIPredicate.sge, candidate, ops.constant(window))
-        old = arith.cmpi(arith.CmpIPredicate.slt, candidate, ops.constant(0))
         pointer = arith.select(new, arith.select(is_key, key, value), ops.pointer_of(tail))
-        offset = arith.select(new, in_chunk, arith.muli(in_tail, ops.constant(head_dim)))
-        pointer = arith.select(old, ops.pointer_of(pool), pointer)
-        offset = arith.select(old, arith.muli(in_pool, ops.constant(head_dim)), offset)
-        return pointer, arith.addi(offset, d)
+        return candidate, pointer, arith.select(new, in_chunk, arith.muli(in_tail, ops.constant(head_dim)))
 
-    return ops.load_vectors(shape, pool.dtype, (*given, pool, tail, source, *keys, *values), address)
+    return find
 
 
 def _copy_plainly(
     pool: Any, tail: Any, source: Any, keys: Any, values: Any,
     group: Any, column: Any, which: Any, number: Any, head: Any, page: Any, entry: int, step: int,
 ) -> None:  # fmt: skip
-    kv_heads, window, size = keys[0].shape[1], tail.shape[3], pool.shape[3]
+    kv_heads, window, size = keys[0].shape[1], tail.shape[3], byte_pages.page_size(pool)
     layer, inner = lax.div(head, i32(kv_heads)), lax.rem(head, i32(kv_heads))
 
     def one(r: Any, _: Any) -> tuple[()]:
         candidate = source[group, column, page * size + entry + r]
-        place = pool.at[number, which, column, entry + r]
+        place = functools.partial(byte_stores.store_plainly, pool.at[number, which, column], entry + r)
 
         @pl.when((candidate >= 0) & (candidate < window))
         def _from_tail() -> None:
-            place[...] = tail.at[which, group, column, jnp.clip(candidate, 0, window - 1)][...]
+            place(tail.at[which, group, column, jnp.clip(candidate, 0, window - 1)][...])
 
         token = jnp.maximum(candidate - window, 0)
         for n, layers in enumerate((keys, values)):
@@ -131,7 +180,7 @@ def _copy_plainly(
 
                 @pl.when((candidate >= window) & (which == n) & (layer == index))
                 def _from_chunk(x: Any = x) -> None:
-                    place[...] = x.at[token, inner][...]
+                    place(x.at[token, inner][...])
 
         return ()
 

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
+
 
 @dataclasses.dataclass
 class Case:
@@ -16,6 +18,7 @@ class Case:
     values: list[Any]
     heads: np.ndarray  # [M, Hp]
     rng: np.random.Generator
+    dtype: Any  # of keys and values
 
     @property
     def groups(self) -> int:
@@ -31,7 +34,23 @@ class Case:
         ]
 
     def draw(self, *shape: int) -> Any:
-        return jnp.asarray(self.rng.normal(size=shape).astype(np.float32)).astype(self.pool.dtype)
+        return jnp.asarray(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
+
+    @property
+    def page_size(self) -> int:
+        return byte_pages.page_size(self.pool)
+
+    def put(self, column: np.ndarray, entry: int, row: np.ndarray) -> None:
+        """Writes an entry [D] into a column [rows, D] of a page, in NumPy; into bytes by what their format says."""
+        if not byte_pages.is_bytes(self.pool.dtype):
+            column[entry] = row
+            return
+        row = row.astype(np.float32)
+        mantissa, exponent = np.frexp(np.abs(row).max())  # in [0.5, 1): eight steps are sixteenths
+        largest = np.ldexp(np.ceil(mantissa * 16) / 16, exponent).astype(np.float32)
+        column[entry] = np.rint(row * (np.float32(127) / largest)) + 128
+        beside = column[self.page_size :].reshape(-1)  # a view
+        beside[entry] = (largest.view(np.int32) >> 20) - (110 << 3)
 
     def row(self, head: int, which: int, token: int) -> np.ndarray:
         kv_heads = self.keys[0].shape[1]
@@ -50,14 +69,19 @@ def make_case(
     num_pages: int = 40,
     dtype: Any = jnp.bfloat16,
     seed: int = 0,
+    packed: bool = False,
 ) -> Case:
     rng = np.random.default_rng(seed)
     total = layers * kv_heads
     groups = -(-(total + 1) // heads_per_page)  # one empty column at least
     heads = np.full(groups * heads_per_page, -1, np.int32)
     heads[:total] = rng.permutation(total)
-    case = Case(jnp.zeros((1,), dtype), [], [], heads.reshape(groups, heads_per_page), rng)
+    case = Case(jnp.zeros((1,)), [], [], heads.reshape(groups, heads_per_page), rng, dtype)
     case.pool = case.draw(num_pages, 2, heads_per_page, page_size, head_dim)
+    if packed:
+        rows = byte_pages.page_rows(jnp.uint8, page_size, head_dim)
+        shape = (num_pages, 2, heads_per_page, rows, head_dim)
+        case.pool = jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
     case.keys, case.values = (
         [case.draw(tokens, kv_heads, head_dim) for _ in range(layers)] for _ in range(2)
     )
@@ -66,7 +90,7 @@ def make_case(
 
 def append_arguments(case: Case, batch: int) -> dict[str, Any]:
     """Requests in rows of a table in any order: an empty slot, a full group and a missing page among them."""
-    size = case.pool.shape[3]
+    size = case.page_size
     capacity = case.rng.integers(2, 4, case.groups).astype(np.int32)
     first = np.concatenate([[0], np.cumsum(capacity)[:-1]]).astype(np.int32)
     width = int(capacity.sum()) + 1
@@ -89,7 +113,7 @@ def append_arguments(case: Case, batch: int) -> dict[str, Any]:
 
 def appended(case: Case, x: dict[str, Any]) -> np.ndarray:
     """The pool after the loop that `append` stands for."""
-    pool, size = np.array(case.pool), case.pool.shape[3]
+    pool, size = np.array(case.pool), case.page_size
     lengths, table = np.asarray(x["lengths"]), np.asarray(x["table"])
     for b, row in enumerate(np.asarray(x["rows"])):
         for m in range(case.groups):
@@ -102,13 +126,13 @@ def appended(case: Case, x: dict[str, Any]) -> np.ndarray:
             for column, head in enumerate(case.heads[m]):
                 for which in range(2):
                     entry = case.row(max(head, 0), which, b)
-                    pool[page, which, column, lengths[b, m] % size] = entry
+                    case.put(pool[page, which, column], lengths[b, m] % size, entry)
     return pool
 
 
 def write_arguments(case: Case, capacity: int, chunk: int, pages: int) -> dict[str, Any]:
     """Any candidates for `pages` pages of every group; some entries of the first stay, some pages are not written."""
-    size = case.pool.shape[3]
+    size = case.page_size
     shape = (*case.heads.shape, pages * size)
     source = case.rng.integers(0, capacity + chunk, shape).astype(np.int32)
     for m in range(case.groups):
@@ -124,7 +148,7 @@ def write_arguments(case: Case, capacity: int, chunk: int, pages: int) -> dict[s
 
 def written(case: Case, x: dict[str, Any]) -> np.ndarray:
     """The pool after the loop that `write_pages` stands for."""
-    pool, size, tail = np.array(case.pool), case.pool.shape[3], np.asarray(x["tail"])
+    pool, size, tail = np.array(case.pool), case.page_size, np.asarray(x["tail"])
     source, capacity = np.asarray(x["source"]), tail.shape[3]
     for m, numbers in enumerate(np.asarray(x["pages"])):
         for j, page in enumerate(numbers):
@@ -136,11 +160,9 @@ def written(case: Case, x: dict[str, Any]) -> np.ndarray:
                     if c < 0:
                         continue
                     for which in range(2):
-                        pool[page, which, column, entry] = (
-                            tail[which, m, column, c]
-                            if c < capacity
-                            else case.row(max(head, 0), which, c - capacity)
-                        )
+                        held = tail[which, m, column, c] if c < capacity else None
+                        row = case.row(max(head, 0), which, c - capacity) if held is None else held
+                        case.put(pool[page, which, column], entry, row)
     return pool
 
 

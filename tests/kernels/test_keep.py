@@ -38,7 +38,7 @@ def test_append_reference_is_the_loop():
 
 @pytest.mark.parametrize(
     ("shape", "batch"),
-    [({}, 5), ({"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16}, 1)],
+    [({}, 5), ({"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16}, 1), ({"packed": True}, 5)],
     ids=str,
 )
 def test_append_kernel_in_the_interpreter(shape, batch):
@@ -57,7 +57,9 @@ def test_write_reference_is_the_loop():
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16, "layers": 1}], ids=str
+    "shape",
+    [{}, {"heads_per_page": 1, "head_dim": 128, "dtype": jnp.float16, "layers": 1}, {"packed": True}],
+    ids=str,
 )
 def test_write_kernel_in_the_interpreter(shape):
     case = make_case(**shape)
@@ -98,7 +100,7 @@ def test_unsupported_features_are_named():
             ap.check_supported(pool, [k.astype(pool.dtype) for k in case.keys])
         with pytest.raises(NotImplementedError, match=words):
             keep.check_write_supported(pool, [k.astype(pool.dtype) for k in case.keys], pool)
-    with pytest.raises(NotImplementedError, match="equal dtypes"):
+    with pytest.raises(NotImplementedError, match="same dtype or of bytes"):
         ap.check_supported(case.pool, [k.astype(jnp.float16) for k in case.keys])
     for options, words in [
         ({"window": 20}, "window of 20"),

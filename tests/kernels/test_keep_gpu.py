@@ -24,6 +24,9 @@ SHAPES = [
     {"head_dim": 128, "page_size": 64, "heads_per_page": 4, "layers": 5, "kv_heads": 8},
     {"head_dim": 256, "page_size": 128, "heads_per_page": 3, "dtype": jnp.float16},
     {"head_dim": 64, "page_size": 8, "heads_per_page": 1, "layers": 1},
+    {"packed": True},
+    {"head_dim": 128, "page_size": 64, "heads_per_page": 4, "layers": 5, "kv_heads": 8, "packed": True},
+    {"head_dim": 256, "page_size": 128, "heads_per_page": 3, "dtype": jnp.float16, "packed": True},
 ]
 
 
