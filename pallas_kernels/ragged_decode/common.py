@@ -9,6 +9,7 @@ from jax import lax
 from pallas_kernels.ragged_decode.tuning import Tuning
 
 i32, f32 = jnp.int32, jnp.float32
+LOAD_REGISTERS = 32  # of a thread of the loading warpgroup, where several compute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,19 @@ class Config:
 
     @property
     def slots(self) -> int:
-        return self.tuning.num_slots(self.head_dim * (1 if self.packed else 2) * self.block)
+        slots = self.tuning.num_slots(self.head_dim * (1 if self.packed else 2) * self.block)
+        # Each slot belongs to one of the warpgroups that take turns.
+        return max(slots // (2 * self.turns), 1) * 2 * self.turns if self.packed else slots
+
+    @property
+    def turns(self) -> int:
+        """Computing warpgroups, which take the tiles in turns."""
+        return self.tuning.turns if self.packed else 1
+
+    @property
+    def registers(self) -> int:
+        """Of a thread of the computing warpgroups, where there are several."""
+        return min((512 - LOAD_REGISTERS) // self.turns // 8 * 8, 232)
 
     @property
     def halves(self) -> int:
@@ -74,14 +87,18 @@ class Refs(NamedTuple):
     lse: Any  # f32[items, Gp]
     part: Any  # f32[W, D, Gp] (2 W if merged outside)
     part_ml: Any  # f32[W, 2, Gp]
-    q_s: Any = None  # [Gp, D]
+    q_s: Any = None  # [turns, Gp, D]
     kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, block, D / halves]
-    p_s: Any = None  # [Gp, block]
+    p_s: Any = None  # [turns, Gp, block]
     full: Any = None
     free: Any = None
     scales_s: Any = None  # u8[slots, pages, 2, scale rows, D], of keys and values, beside the keys
     scaled: Any = None  # barriers of these
-    spare_s: Any = None  # [block, D] for the interpreter, whose products take nothing from registers
+    sums_s: Any = None  # f32[turns - 1, D, Gp], and what goes with them: what the others hand to the first
+    sums_ml: Any = None  # f32[turns - 1, 2, Gp]
+    meet: Any = None
+    exchange_s: Any = None  # f32[turns, ...]: what the warps of a warpgroup exchange
+    spare_s: Any = None  # [turns, block, D] for the interpreter, whose products take nothing from registers
 
 
 class Item(NamedTuple):

@@ -45,6 +45,17 @@ def wait(counter: jax.Ref, value: jax.Array, *, clear: bool = False) -> None:
     run(counter, value)
 
 
+def reduce_rows(how: str, x: jax.Array, exchange: jax.Ref) -> jax.Array:
+    """ "max" or "add" over the rows of [R, C] (WGMMA layout): [C]. `exchange` f32[n] in shared memory, of this warpgroup."""
+    result = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=plgpu.Layout.WGMMA.reduce(0))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=result)
+    def run(_, x, exchange):
+        return x.reduce(how, 0, scratch=exchange)
+
+    return run(x, exchange)
+
+
 def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) -> jax.Array:
     """[G, D] in global memory to [D, columns] registers (WGMMA layout); columns from G on repeat the last row.
 

@@ -30,6 +30,8 @@ from pallas_kernels.ragged_decode.load import load
 WGMMA = plgpu.Layout.WGMMA
 BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+OWN = ("q_s", "p_s", "exchange_s", "spare_s")  # of each computing warpgroup
+REDUCTION_BYTES = 6144
 SHARED = Refs._fields[Refs._fields.index("q_s") :]
 
 
@@ -41,25 +43,29 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     def body(*smem: Any) -> None:
         refs = gmem._replace(**dict(zip(SHARED, smem, strict=False)))
         wg = lax.axis_index("wg")
-        pl.when(wg == 0)(functools.partial(_compute, cfg, refs))
-        pl.when(wg == 1)(functools.partial(load, cfg, refs))
+        pl.when(wg < cfg.turns)(functools.partial(_compute, cfg, refs, wg if cfg.turns > 1 else 0))
+        pl.when(wg == cfg.turns)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     operand = jnp.float16 if cfg.packed else dtype
     smem = [
-        plgpu.SMEM((cfg.queries, cfg.head_dim), operand, transforms=tiled),
+        plgpu.SMEM((cfg.turns, cfg.queries, cfg.head_dim), operand, transforms=tiled),
         plgpu.SMEM(
             (cfg.slots, *cfg.tile), dtype, transforms=byte_ops.lines(cfg.tile) if cfg.packed else tiled
         ),
-        plgpu.SMEM((cfg.queries, cfg.block), operand, transforms=tiled),
+        plgpu.SMEM((cfg.turns, cfg.queries, cfg.block), operand, transforms=tiled),
         plgpu.Barrier(num_arrivals=cfg.pages * cfg.halves, num_barriers=cfg.slots),
         plgpu.Barrier(num_barriers=cfg.slots),
     ]
     if cfg.packed:
         smem.append(plgpu.SMEM((cfg.slots, cfg.pages, 2, cfg.scale_rows, cfg.head_dim), dtype))
         smem.append(plgpu.Barrier(num_arrivals=cfg.pages, num_barriers=cfg.slots))
+        smem.append(plgpu.SMEM((cfg.turns - 1, cfg.head_dim, cfg.queries), f32))
+        smem.append(plgpu.SMEM((cfg.turns - 1, 2, cfg.queries), f32))
+        smem.append(plgpu.Barrier(num_barriers=2 * cfg.turns))
+        smem.append(plgpu.SMEM((cfg.turns, REDUCTION_BYTES // 4), f32))
         if cfg.interpreted:
-            smem.append(plgpu.SMEM((cfg.block, cfg.head_dim), operand))
+            smem.append(plgpu.SMEM((cfg.turns, cfg.block, cfg.head_dim), operand))
     pl.run_scoped(body, *smem, collective_axes="wg")
 
 
@@ -68,8 +74,15 @@ def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def _compute(cfg: Config, refs: Refs) -> None:
-    """The computing warpgroup: items without entries, then the share from its back."""
+def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
+    """A computing warpgroup: items without entries, then the share from its back.
+
+    Where there are several they take the tiles in turns, and at an item's end the first takes over what the others have.
+    """
+    own = {name: x.at[turn] for name in OWN if (x := getattr(refs, name)) is not None}
+    refs = refs._replace(**own)
+    if cfg.turns > 1:
+        plgpu.set_max_registers(cfg.registers, action="increase")
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
@@ -99,7 +112,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
         return ()
 
     rounds = lax.div(jnp.maximum(num_empty - cta, 0) + (cfg.num_shares - 1), i32(cfg.num_shares))
-    lax.fori_loop(0, rounds, empty, ())
+    lax.fori_loop(0, jnp.where(turn == 0, rounds, 0), empty, ())
 
     @pl.when(end > start)
     def _() -> None:
@@ -116,7 +129,10 @@ def _compute(cfg: Config, refs: Refs) -> None:
             plgpu.commit_smem()
             next_q = _read_queries(cfg, refs, number)
 
-            def one_tile(t: Any, carry: Any) -> Any:
+            first_tile = lax.rem(turn + (cfg.turns - lax.rem(done, i32(cfg.turns))), i32(cfg.turns))
+
+            def one_tile(n: Any, carry: Any) -> Any:
+                t = first_tile + n * cfg.turns
                 acc, m_old, weights = carry
                 k, v = (lax.rem(2 * (done + t) + kv, slots) for kv in range(2))
                 plgpu.barrier_wait(refs.full.at[k])
@@ -134,7 +150,7 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 if steps:  # the weights of what the bytes of values say; none is above 1, as float16 needs
                     s = s + lax.broadcast_in_dim(jnp.log2(steps[1]), tile_shape, [0])
                 s = jnp.where(seen, s, LOW)
-                m = jnp.maximum(m_old, s.max(axis=0))
+                m = jnp.maximum(m_old, _over_rows(cfg, refs, "max", s))
                 fade = jnp.exp2(m_old - m)
                 p = jnp.exp2(s - _spread(m, tile_shape))
                 refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
@@ -150,12 +166,15 @@ def _compute(cfg: Config, refs: Refs) -> None:
 
             acc, m, _ = nothing()
             weights = plgpu.layout_cast(jnp.zeros(tile_shape, f32), WGMMA)
-            acc, m, weights = lax.fori_loop(0, tiles, one_tile, (acc, m, weights))
-            norm = weights.sum(axis=0)
+            mine = lax.div(jnp.maximum(tiles - first_tile, 0) + (cfg.turns - 1), i32(cfg.turns))
+            acc, m, weights = lax.fori_loop(0, mine, one_tile, (acc, m, weights))
+            norm = _over_rows(cfg, refs, "add", weights)
             has_head, has_tail = start <= item.begin, end >= item.stop
-            if cfg.fused:
-                _fused(cfg, refs, item, q, acc, m, norm, new, has_head, has_tail, hand_to, first_share)
-            else:
+
+            def end_item(acc: Any, m: Any, norm: Any) -> None:
+                if cfg.fused:
+                    _fused(cfg, refs, item, q, acc, m, norm, new, has_head, has_tail, hand_to, first_share)
+                    return
 
                 @pl.when(has_head & has_tail)
                 def _() -> None:
@@ -165,10 +184,50 @@ def _compute(cfg: Config, refs: Refs) -> None:
                 def _() -> None:
                     _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
 
+            if cfg.turns == 1:
+                end_item(acc, m, norm)
+            else:
+                pl.when(turn > 0)(functools.partial(_hand_over, cfg, refs, turn, j, acc, m, norm))
+                pl.when(turn == 0)(lambda: end_item(*_take_over(cfg, refs, acc, m, norm)))
             return done + tiles, Item(begin, item.begin, length, number, skip), next_q
 
         init = (i32(0), Item(begin, stop, length, number, skip), _read_queries(cfg, refs, number))
         lax.fori_loop(0, last - first + 1, one_item, init)
+        if cfg.turns > 1:
+            pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.meet.at[cfg.turns + turn]))
+
+
+def _over_rows(cfg: Config, refs: Refs, how: str, x: Any) -> Any:
+    """The largest or the sum of each column of [*, Gp]."""
+    if (
+        cfg.turns > 1 and not cfg.interpreted
+    ):  # Pallas has one place for what warps exchange, for all warpgroups
+        return device_ops.reduce_rows(how, x, refs.exchange_s)
+    return x.max(axis=0) if how == "max" else x.sum(axis=0)
+
+
+def _hand_over(cfg: Config, refs: Refs, turn: Any, items: Any, acc: Any, m: Any, norm: Any) -> None:
+    """Leaves what a warpgroup has of an item to the first one; `items`: ended before."""
+    pl.when(items > 0)(lambda: plgpu.barrier_wait(refs.meet.at[cfg.turns + turn]))
+    refs.sums_s.at[turn - 1][...] = acc
+    refs.sums_ml.at[turn - 1, 0][...] = m
+    refs.sums_ml.at[turn - 1, 1][...] = norm
+    plgpu.barrier_arrive(refs.meet.at[turn])
+
+
+def _take_over(cfg: Config, refs: Refs, acc: Any, m: Any, norm: Any) -> tuple[Any, Any, Any]:
+    for turn in range(1, cfg.turns):
+        plgpu.barrier_wait(refs.meet.at[turn])
+        other = plgpu.load(refs.sums_s.at[turn - 1], layout=WGMMA, optimized=False)
+        other_m, other_norm = (
+            plgpu.load(refs.sums_ml.at[turn - 1, n], layout=BY_QUERY, optimized=False) for n in range(2)
+        )
+        plgpu.barrier_arrive(refs.meet.at[cfg.turns + turn])
+        top = jnp.maximum(m, other_m)
+        fade, other_fade = jnp.exp2(m - top), jnp.exp2(other_m - top)
+        acc = acc * _spread(fade, acc.shape) + other * _spread(other_fade, acc.shape)
+        m, norm = top, norm * fade + other_norm * other_fade
+    return acc, m, norm
 
 
 def _logits(cfg: Config, refs: Refs, slot: Any) -> Any:

@@ -8,11 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_decode import plan as P
-from pallas_kernels.ragged_decode.common import Config, Item, Refs, i32
+from pallas_kernels.ragged_decode.common import LOAD_REGISTERS, Config, Item, Refs, i32
 
 
 def load(cfg: Config, refs: Refs) -> None:
     """The pages of the share, tile by tile."""
+    if cfg.turns > 1:
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)

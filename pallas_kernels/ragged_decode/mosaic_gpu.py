@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import byte_pages
 from pallas_kernels.ragged_decode.common import Config
-from pallas_kernels.ragged_decode.kernel import LOG2E, kernel_body
+from pallas_kernels.ragged_decode.kernel import LOG2E, REDUCTION_BYTES, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
 from pallas_kernels.ragged_decode.plan import DecodePlan
 from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
@@ -104,9 +104,9 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         out_type=shapes,
         grid=(plan.num_shares,),
         grid_names=("cta",),
-        num_threads=2,
+        num_threads=config.turns + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=6144),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
         **({} if interpret is None else {"interpret": interpret}),
     )
     out, lse, part, part_ml = kernel(*operands)

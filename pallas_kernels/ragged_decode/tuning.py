@@ -8,7 +8,8 @@ class Tuning:
     """What depends on the chip. Sizes in bytes of the pool's 16-bit entries."""
 
     tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
-    packed_bytes: int = 32768  # the same of byte pages
+    packed_bytes: int = 16384  # the same of byte pages: what unpacking leaves room for in registers
+    turns: int = 2  # computing warpgroups for these: unpacking is more than one can do at the memory's pace
     slots: int = 4  # tiles in flight, keys and values counted apart; more crowd the memory and are slower
     merge_unroll: int = 8  # partial results read at a time; more are read in vain where items have few
     long_merge_unroll: int = 16  # where items have many
