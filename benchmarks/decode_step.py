@@ -73,7 +73,7 @@ def measure(
     sliding = tj.SlidingLayers.of(config, max_tail=64)
     plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
     needed = batch * plan.pages(tokens, 64)
-    page_bytes = plan.page_bytes(config.head_dim, 2)
+    page_bytes = plan.page_bytes(config.head_dim, jnp.bfloat16)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
     cache = tj.init_cache(
         plan,

@@ -49,7 +49,7 @@ class Case:
     def __init__(self, config: ModelConfig, pool_gib: float, chunk: int) -> None:
         self.config, self.chunk = config, chunk
         self.plan = tj.CachePlan.build(ragged(config, 0.25), 4, PAGE)
-        num_pages = int(pool_gib * 2**30) // self.plan.page_bytes(config.head_dim, 2)
+        num_pages = int(pool_gib * 2**30) // self.plan.page_bytes(config.head_dim, jnp.bfloat16)
         self.cache = tj.init_cache(
             self.plan, config, num_pages=num_pages, max_requests=BATCH + 1,
             max_tokens=HISTORY + chunk + TAIL, max_tail=TAIL, dtype=jnp.bfloat16,

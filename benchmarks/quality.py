@@ -2,6 +2,7 @@
 
   python -m benchmarks.quality                       the default model with its shipped profile
   python -m benchmarks.quality --needle-only         only the needle question
+  python -m benchmarks.quality --bytes               full KV and per-head budgets in float32, and the same in bytes
   python -m benchmarks.quality --profile FILE --scorer NAME --samples 60 --chunk 256
 
 Text: a context (1,536 tokens) is prefilled in chunks and compressed as it goes, as serving does it (where no head keeps
@@ -103,6 +104,8 @@ class Setup:
     params: Any
     max_tokens: int
     chunk: int
+    dtype: Any = jnp.float32  # of the cache
+    against: Setup | None = None  # which other one it is compared with, sample by sample
     results: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,14 +117,16 @@ class Setup:
             max_requests=1,
             max_tokens=self.max_tokens + ANSWER_TOKENS,
             max_tail=ANSWER_TOKENS,
+            dtype=self.dtype,
         )
         self.static = {"config": self.config, "plan": self.plan}
 
     def memory(self, tokens: int) -> float:
-        """Bytes of the pages of `tokens` tokens over those of full KV without page rounding; rings aside."""
+        """Bytes of the pages of `tokens` tokens over those of full KV in float32 without page rounding; rings aside."""
         pages = int(self.plan.group_pages(tokens)[: self.plan.num_groups].sum())
-        slots = pages * self.plan.heads_per_page * self.plan.page_size
-        return slots / (tokens * self.plan.group_of.size)
+        entry = 2 * self.config.head_dim * jnp.dtype(jnp.float32).itemsize
+        page_bytes = self.plan.page_bytes(self.config.head_dim, self.dtype)
+        return pages * page_bytes / (entry * tokens * self.plan.group_of.size)
 
     def start(self) -> None:
         self.cache = tj.release(self.plan, self.cache, jnp.int32(0))
@@ -173,6 +178,9 @@ def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argpar
         )  # fmt: skip
         return Setup(label, plan, scorer, model.config, model.params, longest, arguments.chunk)
 
+    def in_bytes(floats: Setup) -> Setup:
+        return replace(floats, label=f"{floats.label}, in bytes", dtype=jnp.uint8, against=floats, results={})
+
     setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]
     forms = {
         f"normalised to {profile.retention:g}": profile.normalized(),
@@ -180,9 +188,14 @@ def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argpar
     }
     for name, form in list(forms.items())[: 1 + arguments.margin]:
         per_head = setup(f"per-head, {name}", form)
+        if arguments.bytes:
+            setups += [per_head]
+            continue
         same = per_head.plan.entries(arguments.context) / (arguments.context * form.budgets.size)
-        setups += [setup(f"uniform, {same:.3f}", tj.BudgetProfile.uniform(*shape, same)), per_head]
-    return setups
+        uniform = setup(f"uniform, {same:.3f}", tj.BudgetProfile.uniform(*shape, same))
+        per_head.against = uniform
+        setups += [uniform, per_head]
+    return [form for x in setups for form in (x, in_bytes(x))] if arguments.bytes else setups
 
 
 def measure_text(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
@@ -260,12 +273,12 @@ def report(setups: list[Setup], arguments: argparse.Namespace, console: Console)
             row = (setup.results["nll"], more, setup.results["kl"])
             table.add_row(setup.label, f"{entries:.3f}", f"{setup.memory(tokens):.3f}", *map(_text, row))
         console.print(table)
-        for uniform, per_head in zip(setups[1::2], setups[2::2], strict=True):
-            for key in ("nll", "kl"):
-                less = np.subtract(uniform.results[key], per_head.results[key])
+        for setup in setups:
+            for key in ("nll", "kl") if setup.against else ():
+                less = np.subtract(setup.against.results[key], setup.results[key])
                 wins = int((less > 0).sum())
-                console.print(f"{key} of {uniform.label} minus {per_head.label}: {_text(less)}")
-                console.print(f"    per-head better in {wins} of {count} samples")
+                console.print(f"{key} of {setup.against.label} minus {setup.label}: {_text(less)}")
+                console.print(f"    the latter better in {wins} of {count} samples")
     if "aware" in full:
         count = len(full["aware"])
         table = Table(title=f"{count} needle questions at {arguments.needle_tokens} tokens: share answered")
@@ -313,6 +326,7 @@ def parser() -> argparse.ArgumentParser:
         "--retention", type=float, help="normalise the profile to this retention instead of its own"
     )
     out.add_argument("--margin", action="store_true", help="also the budgets as calibrated, margin included")
+    out.add_argument("--bytes", action="store_true", help="compare caches of bytes with those of float32")
     out.add_argument("--samples", type=int, default=40)
     out.add_argument("--context", type=int, default=1536)
     out.add_argument("--continuation", type=int, default=256)

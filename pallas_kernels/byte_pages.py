@@ -39,6 +39,12 @@ def page_size(pool: Any) -> int:
     return rows - (-(-rows // (head_dim + 1)) if is_bytes(pool.dtype) else 0)
 
 
+def scale_at(pool: Any, slot: Any) -> tuple[Any, Any]:
+    """(row, place in it) of the scale bytes that belong to entries `slot` of a column."""
+    head_dim = pool.shape[-1]
+    return page_size(pool) + slot // head_dim, slot % head_dim
+
+
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Finite entries [..., D] to (bytes u8[..., D], scale bytes u8[...])."""
     x = x.astype(jnp.float32)
@@ -74,3 +80,16 @@ def join(values: jax.Array, scales: jax.Array) -> jax.Array:
     spare = [(0, 0)] * (scales.ndim - 1) + [(0, rows * head_dim - size)]
     beside = jnp.pad(scales, spare).reshape(*scales.shape[:-1], rows, head_dim)
     return jnp.concatenate([values, beside], axis=-2)
+
+
+def entries(pages: jax.Array, dtype: Any) -> jax.Array:
+    """Columns of pages [..., rows, D] of any pool to their entries [..., P, D] in `dtype`."""
+    return dequantise(*split(pages), dtype) if is_bytes(pages.dtype) else pages.astype(dtype)
+
+
+def entries_at(pool: jax.Array, columns: tuple[Any, ...], slot: Any, dtype: Any) -> jax.Array:
+    """Single entries [..., D] of any pool in `dtype`: `columns` and `slot` index its first three axes and the fourth."""
+    found = pool.at[*columns, slot].get(mode="clip")
+    if not is_bytes(pool.dtype):
+        return found.astype(dtype)
+    return dequantise(found, pool.at[*columns, *scale_at(pool, slot)].get(mode="clip"), dtype)

@@ -18,6 +18,7 @@ Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS = get_args(Cluster)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 API_KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -46,6 +47,7 @@ class ServeConfig:
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     hf_overrides: Mapping[str, Any] | None = None  # fields that replace those of the model's config.json
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # as the model's, or int8
     max_model_len: int | None = None  # tokens; None: the model's
     seed: int = 0
     generation_config: str = "auto"  # whose defaults for sampling: the model's own, or none
@@ -121,6 +123,7 @@ class ServeConfig:
     def _choice_faults(self) -> list[str]:
         choices = (
             ("--dtype", self.dtype, DTYPES),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--cluster", self.cluster, CLUSTERS),
             ("--scorer", self.scorer, SCORERS),
             ("--generation-config", self.generation_config, GENERATION_CONFIGS),
@@ -128,8 +131,14 @@ class ServeConfig:
             ("--tool-call-parser", self.tool_call_parser, PARSERS),
             ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         )
+
+        def instead(value: str, known: Sequence[str]) -> str:
+            if known is KV_CACHE_DTYPES and value.startswith("fp8"):
+                return "int8, as large and more exact: every key and value has a scale of its own"
+            return f"one of {', '.join(known)}"
+
         return [
-            f"{flag} is '{value}': write one of {', '.join(known)}"
+            f"{flag} is '{value}': write {instead(value, known)}"
             for flag, value, known in choices
             if value not in known
         ]
@@ -268,6 +277,11 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help=f"entries of a page {by_machine.format(ON_CPU.page_size, ON_GPU.page_size)}",
+    )
+    memory.add_argument(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="of keys and values: auto, as the model (default), or int8, half the bytes of bfloat16",
     )
     memory.add_argument("--num-pages", type=int, metavar="N", help="pages of the pool")
     memory.add_argument(

@@ -16,6 +16,7 @@ from calibrate import shipped_profile
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from models.rope import same_rope
+from pallas_kernels import byte_pages
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.engine import Engine
@@ -121,6 +122,7 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     """
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    cache_dtype(config, dtype)  # what is wrong with it is said before minutes of loading
     model = load_model(
         config.model,
         dtype=jnp.dtype(dtype),
@@ -129,6 +131,18 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
         keep_mxfp4=True,
     )
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
+
+
+def cache_dtype(config: ServeConfig, dtype: Any) -> Any:
+    """The pool's, for a model of `dtype`. Raises ConfigError for another float than that."""
+    asked = config.kv_cache_dtype
+    if asked == "int8":
+        return byte_pages.DTYPE
+    if asked not in ("auto", jnp.dtype(dtype).name):
+        raise ConfigError(
+            f"--kv-cache-dtype {asked} for a model in {jnp.dtype(dtype).name}: write auto, int8, or --dtype {asked} as well"
+        )
+    return dtype
 
 
 def build_engine(
@@ -165,15 +179,17 @@ def build_engine(
         sliding=SlidingLayers.of(shape, tail),
     )
     stored = config.max_stored_sessions if config.prefix_cache else 0
-    itemsize = jnp.dtype(dtype).itemsize
-    page_bytes = plan.page_bytes(shape.head_dim, itemsize)
+    stores = cache_dtype(config, dtype)
+    page_bytes = plan.page_bytes(shape.head_dim, stores)
     largest = row_layout(plan, max_model_len, tail).width
     if config.num_pages:
         num_pages = config.num_pages
     elif config.kv_cache_bytes:
         num_pages = config.kv_cache_bytes // page_bytes
     else:
-        chunk = _chunk_bytes(shape, min(batching.max_num_batched_tokens, max_model_len), itemsize)
+        chunk = _chunk_bytes(
+            shape, min(batching.max_num_batched_tokens, max_model_len), jnp.dtype(dtype).itemsize
+        )
         free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
         # Never more than all rows can fill.
         num_pages = max(1, min(free // page_bytes, largest * (batching.max_num_seqs + stored)))
@@ -202,7 +218,7 @@ def build_engine(
         num_rows=batching.max_num_seqs + stored,
         max_model_len=max_model_len,
         max_tail=tail,
-        cache_dtype=dtype,
+        cache_dtype=stores,
         programs=programs,
     )
     limits = Limits(
@@ -223,10 +239,11 @@ def build_engine(
     windows = (
         f" ({plan.rings.layers} of them with a window of {plan.rings.window} tokens)" if plan.rings else ""
     )
+    in_bytes = " of 8-bit keys and values" if byte_pages.is_bytes(stores) else ""
     summary = (
         f"{model.name}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
         f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
-        f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB; "
+        f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
     return Built(engine, model, plan, summary, defaults)

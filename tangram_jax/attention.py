@@ -46,9 +46,12 @@ class Softmax(NamedTuple):
         return self.out / self.total[..., None], self.top + jnp.log(self.total)
 
 
-def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callable) -> Softmax:
-    """Add all entries to `start`. scores_of(keys [B, K, S, D]) -> [B, K, ..., S]; weigh(weights, values) -> out."""
-    _, _, _, page_size, head_dim = pages.pool.shape
+def _walk(pages: LayerPages, start: Softmax, dtype: Any, scores_of: Callable, weigh: Callable) -> Softmax:
+    """Add all entries to `start`. scores_of(keys [B, K, S, D]) -> [B, K, ..., S]; weigh(weights, values) -> out.
+
+    `dtype`: of keys and values.
+    """
+    page_size, head_dim = pages.page_size, pages.pool.shape[-1]
     batch, heads = pages.lengths.shape
     per_block = max(1, BLOCK // page_size)
     block = per_block * page_size
@@ -57,12 +60,10 @@ def _walk(pages: LayerPages, start: Softmax, scores_of: Callable, weigh: Callabl
     def body(i: jax.Array, state: Softmax) -> Softmax:
         at = pages.first[:, None] + i * per_block + np.arange(per_block)
         numbers = pages.table[:, jnp.minimum(at, width - 1)]  # [B, K, per_block]
-        column = pages.column[:, None]
-        with jax.named_scope("gather_pages"):
-            keys, values = (
-                pages.pool.at[numbers, kv, column].get(mode="clip").reshape(batch, heads, block, head_dim)
-                for kv in (0, 1)
-            )
+        keys, values = (
+            x.reshape(batch, heads, block, head_dim)
+            for x in pages.gather(numbers, pages.column[:, None], dtype)
+        )
         scores = scores_of(keys)
         entry = i * block + np.arange(block)
         there = entry < pages.lengths[..., None]  # [B, K, S]
@@ -118,6 +119,7 @@ def decode_attention(
     state = _walk(
         pages,
         start,
+        q.dtype,
         lambda keys: logits(jnp.einsum("bkgd,bksd->bkgs", q, keys, preferred_element_type=f32)),
         lambda w, values: jnp.einsum(
             "bkgs,bksd->bkgd", w.astype(values.dtype), values, preferred_element_type=f32
@@ -188,6 +190,7 @@ class WindowAttention:
         """q_shape (T, K, G, D); `before` i32[]: tokens of the row before the chunk."""
         self._window, self._behind, self._logits = window, jnp.minimum(before, window - 1), logits
         self._on_gpu = None
+        pool = gpu_attention.window_pool(pool, dtype)
         if gpu_attention.chunk_supported(q_shape, dtype, pool, logits.soft_cap):
             self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool, logits)
 
@@ -252,7 +255,7 @@ def _walk_head(
     rows: jax.Array, pages: LayerPages, head: int, start: Softmax, logits: AttentionLogits
 ) -> Softmax:
     """Add all entries of one head of the one request of `pages` to `start`, for queries [R, D]."""
-    _, _, _, page_size, head_dim = pages.pool.shape
+    page_size, head_dim = pages.page_size, pages.pool.shape[-1]
     per_block = max(1, CHUNK_BLOCK // page_size)
     block = per_block * page_size
     column, length = pages.column[head], pages.lengths[0, head]
@@ -260,10 +263,7 @@ def _walk_head(
     def body(i: jax.Array, state: Softmax) -> Softmax:
         at = pages.first[head] + i * per_block + np.arange(per_block)
         numbers = pages.table[0, jnp.minimum(at, pages.table.shape[1] - 1)]
-        with jax.named_scope("gather_pages"):
-            keys, values = (
-                pages.pool.at[numbers, kv, column].get(mode="clip").reshape(block, head_dim) for kv in (0, 1)
-            )
+        keys, values = (x.reshape(block, head_dim) for x in pages.gather(numbers, column, rows.dtype))
         scores = logits(_product(rows, keys.T))
         scores = jnp.where(i * block + np.arange(block) < length, scores, NEVER)
         return state.add(scores, lambda w: _product(w.astype(values.dtype), values))

@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from pallas_kernels import byte_pages
 from tangram_jax.plan import MAX_TOKENS, CachePlan
 from tangram_jax.rings import SlidingLayers
 
@@ -58,7 +59,7 @@ class RowLayout:
 class Cache:
     """The whole KV state of the engine. Build it with `init_cache`; every function returns a new one."""
 
-    pool: jax.Array  # [num_pages, 2, Hp, P, D]: keys, values
+    pool: jax.Array  # [num_pages, 2, Hp, P, D]: keys, values; or of bytes: see `byte_pages`
     table: jax.Array  # i32[rows, R]: page numbers, NO_PAGE where none is owned
     free: jax.Array  # i32[num_pages]: a stack of free pages
     num_free: jax.Array  # i32[]
@@ -98,8 +99,14 @@ def init_cache(
 
     `max_tokens`: longest conversation of a row (default: the model's positions, at most plan.MAX_TOKENS); `max_tail`: most
     tokens that a row keeps whole before they must be compressed; `dtype`: of the parameters, as the GPU kernels take
-    16-bit pages of the activations' dtype alone. Raises ValueError when the plan is for another model.
+    16-bit pages of the activations' dtype alone, or uint8 for 8-bit keys and values with a scale for each entry
+    (`pallas_kernels.byte_pages`), whatever the parameters are. Raises ValueError when the plan is for another model, and for
+    other dtypes.
     """
+    if not (jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or byte_pages.is_bytes(dtype)):
+        raise ValueError(
+            f"a cache of {jnp.dtype(dtype)}: write a float dtype, or uint8 for 8-bit keys and values"
+        )
     heads = (len(model_config.full_layers), model_config.num_kv_heads)
     if plan.group_of.shape != heads:
         raise ValueError(
@@ -117,9 +124,8 @@ def init_cache(
     layout = row_layout(plan, max_tokens, max_tail)
     if not layout.width:
         raise ValueError("no group may keep anything: raise the budgets, min_entries or max_tail")
-    page = (2, plan.heads_per_page, plan.page_size, model_config.head_dim)
     return Cache(
-        pool=jnp.zeros((num_pages, *page), dtype),
+        pool=jnp.zeros((num_pages, *plan.page_shape(model_config.head_dim, dtype)), dtype),
         table=jnp.full((max_requests, layout.width), NO_PAGE, jnp.int32),
         free=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.int32(num_pages),

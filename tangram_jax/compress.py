@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import append as kernels
-from pallas_kernels import keep
+from pallas_kernels import byte_pages, keep
 from tangram_jax.cache import NO_PAGE, Cache
 from tangram_jax.plan import CachePlan
 from tangram_jax.rings import RingChunk, chunk_pages
@@ -67,8 +67,8 @@ def candidates(plan: CachePlan, cache: Cache, row: jax.Array, chunk: int, count:
     return Candidates(row, before, count, before - capacity + c, valid, unlocked)
 
 
-def read_tail(plan: CachePlan, cache: Cache, row: jax.Array) -> jax.Array:
-    """The unlocked entries of `row` in every page column: [2, M, Hp, tail capacity, D], right-aligned.
+def read_tail(plan: CachePlan, cache: Cache, row: jax.Array, dtype: Any) -> jax.Array:
+    """The unlocked entries of `row` in every page column: [2, M, Hp, tail capacity, D] in `dtype`, right-aligned.
 
     Columns of entries that do not exist hold whatever lies in some page.
     """
@@ -78,7 +78,8 @@ def read_tail(plan: CachePlan, cache: Cache, row: jax.Array) -> jax.Array:
     groups = slice(0, plan.num_groups)
     entry = jnp.clip(entry, 0, np.asarray(layout.capacity)[groups, None] * plan.page_size - 1)
     page = cache.table[row][layout.first[groups, None] + entry // plan.page_size]
-    taken = cache.pool[page, :, :, entry % plan.page_size]  # [M, W, 2, Hp, D]
+    columns = page, slice(None), slice(None)
+    taken = byte_pages.entries_at(cache.pool, columns, entry % plan.page_size, dtype)  # [M, W, 2, Hp, D]
     return taken.transpose(2, 0, 3, 1, 4)
 
 
@@ -198,7 +199,7 @@ def write_rings(
     with jax.named_scope("write_rings"):
         pages, rows = chunk_pages(plan.rings, chunk, size)
         # All candidates lie in the chunk: the tail that the kernel knows is one row that nobody asks for.
-        tail = jnp.zeros((2, *heads.shape, 1, keys[0].shape[-1]), cache.pool.dtype)
+        tail = jnp.zeros((2, *heads.shape, 1, keys[0].shape[-1]), keys[0].dtype)
         source = jnp.broadcast_to(jnp.where(rows < 0, -1, rows + 1), (*heads.shape, len(rows)))
         run = kernel_or(keep.write_pages, keep.write_pages_reference, "Writing rings")
         pool = run(cache.pool, keys, values, tail, source=source, pages=pages, heads=heads, chunk=size)

@@ -16,7 +16,7 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
 from models.logits import AttentionLogits
-from pallas_kernels import chunk_prefill, ragged_decode
+from pallas_kernels import byte_pages, chunk_prefill, ragged_decode
 from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -29,11 +29,14 @@ log = logging.getLogger("tangram")
 def chunk_supported(
     q_shape: tuple[int, ...], dtype: Any, pool: jax.Array, soft_cap: float | None = None
 ) -> bool:
-    """Whether `ChunkAttention` and `WindowAttention` here take queries of q_shape (T, K, G, D) over this pool."""
+    """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool, of pages of bytes too.
+
+    `WindowAttention` takes them where it says so of `window_pool`.
+    """
     if jax.default_backend() != "gpu":
         return False
-    reason, head_dim = None, q_shape[-1]
-    if dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != dtype:
+    reason, head_dim, in_bytes = None, q_shape[-1], byte_pages.is_bytes(pool.dtype)
+    if dtype not in (jnp.bfloat16, jnp.float16) or not (pool.dtype == dtype or in_bytes):
         reason = f"queries of {jnp.dtype(dtype)} over a pool of {pool.dtype}: one of bfloat16 and float16 is needed"
     elif soft_cap is not None and (missing := _why_no_kernel(q_shape, dtype, pool)):
         reason = f"cuDNN has no soft cap, and {missing}"
@@ -46,12 +49,23 @@ def chunk_supported(
 
 def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str | None:
     """What keeps our chunk kernel from these queries; None: nothing."""
+    if byte_pages.is_bytes(pool.dtype):
+        return "the kernel reads no pages of bytes"
     try:
         check_one_device(pool)
         chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
     except NotImplementedError as reason:
         return str(reason)
     return None
+
+
+def window_pool(pool: jax.Array, dtype: Any) -> jax.Array:
+    """A pool of `dtype` and the same pages for the chunk kernel where it reads no entry of any: the keys and values in a
+    window are gathered before. It takes the pool as an operand all the same, and knows no pages of bytes.
+    """
+    if not byte_pages.is_bytes(pool.dtype):
+        return pool
+    return pool[:1, :, :, : byte_pages.page_size(pool)].astype(dtype)
 
 
 def _largest_cudnn_head() -> int:
@@ -79,7 +93,7 @@ class ChunkAttention:
             pages.first.reshape(-1),
             pages.column.reshape(-1),
             q_shape=q_shape,
-            page_size=pool.shape[3],
+            page_size=byte_pages.page_size(pool),
             num_layers=lengths.shape[1],
             rows=pages.rows,
         )
@@ -117,7 +131,7 @@ class WindowAttention:
             none,
             none,
             q_shape=q_shape,
-            page_size=pool.shape[3],
+            page_size=byte_pages.page_size(pool),
             window=window,
             behind=behind[None],
         ).layer(0)
@@ -169,19 +183,16 @@ def chunk_composition(
         out.reshape(tokens, heads, group, head_dim).astype(jnp.float32),
         lse.reshape(heads, group, tokens).transpose(2, 0, 1),
     )
-    page_size = pages.pool.shape[3]
-    width = pages.table.shape[1]
+    page_size, width = pages.page_size, pages.table.shape[1]
     per_part = min(PART // page_size, width)
     part = per_part * page_size
     by_head = q.transpose(1, 0, 2, 3)  # [K, T, G, D]
-    column = pages.column[:, None]
 
     def body(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = pages.first[:, None] + i * per_part + np.arange(per_part)
         numbers = pages.table[0, jnp.minimum(at, width - 1)]
         keys, values = (
-            pages.pool.at[numbers, kv, column].get(mode="clip").reshape(heads, part, 1, head_dim)
-            for kv in (0, 1)
+            x.reshape(heads, part, 1, head_dim) for x in pages.gather(numbers, pages.column[:, None], q.dtype)
         )
         there = jnp.clip(pages.lengths[0] - i * part, 0, part)  # [K]
         out, lse = cudnn_attention(
@@ -224,7 +235,7 @@ class DecodeKernel:
             pages.table,
             pages.first.reshape(-1),
             pages.column.reshape(-1),
-            page_size=pool.shape[3],
+            page_size=byte_pages.page_size(pool),
             num_layers=lengths.shape[1],
             rows=jnp.minimum(pages.rows, pages.table.shape[0] - 1),
             skip=pages.skip,

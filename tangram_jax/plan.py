@@ -4,12 +4,14 @@ Everything here is decided before the first request and never changes: which gro
 many entries each group holds as a function of the token count alone (invariant 1 of the design).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import Rings, SlidingLayers
 
@@ -194,9 +196,13 @@ class CachePlan:
         """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding."""
         return self.entries(tokens) / (tokens * self.group_of.size)
 
-    def page_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Bytes of one page [2, Hp, P, D]."""
-        return 2 * self.heads_per_page * self.page_size * head_dim * itemsize
+    def page_shape(self, head_dim: int, dtype: Any) -> tuple[int, ...]:
+        """(2, Hp, P, D) of a page in a pool of `dtype`; with uint8 more rows, for the scales (`byte_pages`)."""
+        return 2, self.heads_per_page, byte_pages.page_rows(dtype, self.page_size, head_dim), head_dim
+
+    def page_bytes(self, head_dim: int, dtype: Any) -> int:
+        """Bytes of one page in a pool of `dtype`."""
+        return math.prod(self.page_shape(head_dim, dtype)) * np.dtype(dtype).itemsize
 
 
 def default_heads_per_page(num_kv_heads: int) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from pallas_kernels import byte_pages
 from tangram_jax.pages import StepPages
 
 
@@ -160,7 +161,7 @@ def with_history(
     column, slot = rings.column_of[layer], (position % size)[:, None]
 
     def joined(which: int, new: jax.Array) -> jax.Array:
-        held = pool.at[number, which, column, slot].get(mode="clip").astype(new.dtype)
+        held = byte_pages.entries_at(pool, (number, which, column), slot, new.dtype)
         rows = jnp.concatenate([held, jnp.zeros_like(new)])
         return jax.lax.dynamic_update_slice_in_dim(rows, new, behind, 0)
 

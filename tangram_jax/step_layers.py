@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from models.config import ModelConfig
 from models.logits import AttentionLogits
 from models.sinks import with_sinks
+from pallas_kernels import byte_pages
 from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
@@ -38,7 +39,9 @@ class _Layers:
 
     def _finite(self, x: jax.Array) -> jax.Array:
         # What attention masks it still multiplies, by zero: a NaN in the pool would be in other requests' outputs.
-        return jnp.where(jnp.isfinite(x.astype(self._cache.pool.dtype)), x, 0)
+        # Bytes hold any finite number, the largest ones cut.
+        dtype = self._cache.pool.dtype
+        return jnp.where(jnp.isfinite(x if byte_pages.is_bytes(dtype) else x.astype(dtype)), x, 0)
 
     def _pages(self, rows: jax.Array, lengths: jax.Array) -> StepPages:
         """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
@@ -63,7 +66,7 @@ class ChunkLayers(_Layers):
         row, self._size = jnp.asarray(chunk.row), chunk.tokens.shape[0]
         shape = (self._size, *self._heads)
         self._what = candidates(plan, cache, row, self._size, chunk.valid)
-        self._tail = read_tail(plan, cache, row)
+        self._tail = read_tail(plan, cache, row, dtype)
         self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
         lengths = plan.lengths(cache.tokens[row]) + cache.tail[row]
         self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]), self._logits)

@@ -25,7 +25,8 @@ def append(
     """Writes entry lengths[b, m] of every group m of every request b. The pool is changed in place where it is donated.
 
     Args:
-      pool: [num_pages, 2, Hp, P, D].
+      pool: [num_pages, 2, Hp, P, D]. Or uint8: pages of bytes (`pallas_kernels.byte_pages`), which have more rows than P and
+        are written with their scales; `new` is not of bytes.
       new: of each layer [B, K, 2 or more, D]; the last two rows of a head are the key and value to write. So the array that
         attention read (queries, key and value of each head) serves as it is, and layers need no stacking.
       lengths: i32[B, M], entries of each group before.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
+
 
 def append_reference(
     pool: jax.Array,
@@ -19,7 +21,7 @@ def append_reference(
     heads: np.ndarray,
 ) -> jax.Array:
     """See `pallas_kernels.append.append`."""
-    size, num_pages = pool.shape[3], pool.shape[0]
+    size, num_pages = byte_pages.page_size(pool), pool.shape[0]
     index = lengths // size
     inside = index < capacity
     rows = jnp.where(rows < 0, table.shape[0], rows)  # an empty slot, not counted from the end
@@ -33,6 +35,9 @@ def append_reference(
     # Every leading dimension is indexed: a window over some of them would make XLA transpose, and so copy, the pool.
     which, column = np.ogrid[:2, : heads.shape[1]]
     slot = (lengths % size).T[None, :, None]
-    return pool.at[at, which[..., None, None], column[:, None, :, None], slot].set(
-        by_head.astype(pool.dtype), mode="drop"
-    )
+    columns = at, which[..., None, None], column[:, None, :, None]
+    if not byte_pages.is_bytes(pool.dtype):
+        return pool.at[*columns, slot].set(by_head.astype(pool.dtype), mode="drop")
+    values, scales = byte_pages.quantise(by_head)
+    pool = pool.at[*columns, slot].set(values, mode="drop")
+    return pool.at[*columns, *byte_pages.scale_at(pool, slot)].set(scales, mode="drop")

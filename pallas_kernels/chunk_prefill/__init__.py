@@ -39,7 +39,8 @@ def chunk_prefill(
     Args:
       q: [T, K, G, D] queries after RoPE, bfloat16 or float16.
       k, v: [T, K, D] keys and values of the chunk, of the same dtype; more rows where the plan has keys before the queries.
-      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
+      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
+        (`pallas_kernels.byte_pages`), which have more rows than P.
       plan: of this layer, `plan_chunk(...).layer(index)`, with the same q_shape and tuning: where the requests begin, where
         their history is, the window.
       scale: positive factor of the products q . k.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 
 
@@ -23,7 +24,7 @@ def chunk_prefill_reference(
     `max_length` bounds the entries of one head (by default what the table could hold). Rows of no request give 0 and -inf.
     """
     tokens = q.shape[0]
-    page = pool.shape[3]
+    page = byte_pages.page_size(pool)
     length, offset, column = (plan.of_layer("heads")[..., c] for c in range(3))
     batch, heads = length.shape
     entries = plan.table.size // batch * page if max_length is None else max_length
@@ -31,8 +32,8 @@ def chunk_prefill_reference(
     at = jnp.arange(num_pages)
     pages = plan.table[jnp.minimum(offset[..., None] + at, plan.table.size - 1)]  # [B, K, pages]
     pages = jnp.where(at < -(-length[..., None] // page), pages, 0)
-    kv = jnp.moveaxis(pool[pages, :, column[..., None]], 3, 0).astype(jnp.float32)  # [2, B, K, pages, P, D]
-    kv = kv.reshape(2, batch, heads, num_pages * page, -1)
+    kv = byte_pages.entries(pool[pages, :, column[..., None]], jnp.float32)  # [B, K, pages, 2, P, D]
+    kv = jnp.moveaxis(kv, 3, 0).reshape(2, batch, heads, num_pages * page, -1)
     q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
     row, key = np.arange(tokens), np.arange(len(k))
     starts, sizes, behind, key_starts = (

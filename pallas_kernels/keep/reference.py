@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import byte_pages
+
 
 def write_pages_reference(
     pool: jax.Array,
@@ -19,20 +21,29 @@ def write_pages_reference(
     chunk: int,
 ) -> jax.Array:
     """See `pallas_kernels.keep.write_pages`."""
-    num_groups, columns, size = heads.shape[0], heads.shape[1], pool.shape[3]
+    (num_groups, columns), size = heads.shape, byte_pages.page_size(pool)
     stacked = jnp.stack([jnp.stack([x[:chunk] for x in xs]) for xs in (keys, values)])  # [2, L, T, K, D]
     by_head = stacked.swapaxes(2, 3)
     by_head = by_head.reshape(2, -1, *by_head.shape[3:])[:, np.maximum(heads, 0)]  # [2, M, Hp, T, D]
     kv = jnp.concatenate([tail, by_head.astype(tail.dtype)], axis=3)
     group, column = np.ogrid[:num_groups, :columns]
-    fresh = kv[:, group[..., None], column[..., None], jnp.maximum(source, 0)]  # [2, M, Hp, J * P, D]
-    fresh = fresh.reshape(*fresh.shape[:3], -1, size, fresh.shape[-1]).transpose(1, 3, 0, 2, 4, 5)
-    # Only a group's first page holds entries that stay.
-    stays = (source[:, :, :size] < 0)[:, None, :, :, None]  # [M, 1, Hp, P, 1]
-    old = pool[jnp.maximum(pages[:, 0], 0)]
-    fresh = fresh.at[:, 0].set(jnp.where(stays, old, fresh[:, 0]))
+    old = pool[jnp.maximum(pages[:, 0], 0)]  # only a group's first page holds entries that stay
+    stays = (source[:, :, :size] < 0)[:, None]  # [M, 1, Hp, P]
+
+    def paged(new: jax.Array, old: jax.Array) -> jax.Array:
+        """What makes entries [M, J, 2, Hp, P, ...], from candidates [2, M, Hp, C, ...] and old pages [M, 2, Hp, P, ...]."""
+        new = new[:, group[..., None], column[..., None], jnp.maximum(source, 0)]  # [2, M, Hp, J * P, ...]
+        new = jnp.moveaxis(new.reshape(*new.shape[:3], -1, size, *new.shape[4:]), (1, 3), (0, 1))
+        there = stays.reshape(*stays.shape, *(1,) * (old.ndim - 4))
+        return new.at[:, 0].set(jnp.where(there, old, new[:, 0]))
+
+    if byte_pages.is_bytes(pool.dtype):
+        parts = zip(byte_pages.quantise(kv), byte_pages.split(old), strict=True)
+        fresh = byte_pages.join(*(paged(*part) for part in parts))
+    else:
+        fresh = paged(kv, old).astype(pool.dtype)
     target = jnp.where(pages >= 0, pages, pool.shape[0])
-    return pool.at[target].set(fresh.astype(pool.dtype), mode="drop")
+    return pool.at[target].set(fresh, mode="drop")
 
 
 def window_sums_reference(

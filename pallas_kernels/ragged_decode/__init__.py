@@ -37,7 +37,8 @@ def ragged_decode(
 
     Args:
       q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D].
-      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written.
+      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
+        (`pallas_kernels.byte_pages`), which have more rows than P.
       plan: of this layer: `plan_decode(...).layer(index)`.
       scale: factor of the products q . k.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import byte_pages
 from pallas_kernels.ragged_decode.plan import HEAD_COLUMN, HEAD_LENGTH, HEAD_OFFSET, HEAD_SKIP, DecodePlan
 
 
@@ -24,7 +25,7 @@ def ragged_decode_reference(
     """
     batch, kv_heads, _, head_dim = q.shape
     q, new = (q[:, :, :-2], q[:, :, -2:].astype(jnp.float32)) if has_new else (q, None)
-    page = pool.shape[3]
+    page = byte_pages.page_size(pool)
     heads = plan.of_layer("heads").reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
     flat = plan.table.reshape(-1)
@@ -33,8 +34,8 @@ def ragged_decode_reference(
     at = jnp.arange(num_pages)
     pages = jnp.take(flat, jnp.minimum(offset[..., None] + at, flat.size - 1))  # [B, K, pages]
     pages = jnp.where(at < -(-length[..., None] // page), pages, 0)
-    kv = pool[pages, :, column[..., None]]  # [B, K, pages, 2, P, D]
-    kv = jnp.moveaxis(kv, 3, 0).reshape(2, batch, kv_heads, num_pages * page, head_dim).astype(jnp.float32)
+    kv = byte_pages.entries(pool[pages, :, column[..., None]], jnp.float32)  # [B, K, pages, 2, P, D]
+    kv = jnp.moveaxis(kv, 3, 0).reshape(2, batch, kv_heads, num_pages * page, head_dim)
     entry = jnp.arange(num_pages * page)
     visible = (entry < length[..., None]) & (entry >= heads[..., HEAD_SKIP, None])
     keys, values = kv[0], jnp.where(visible[..., None], kv[1], 0.0)
