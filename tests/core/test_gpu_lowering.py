@@ -70,13 +70,13 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
     assert not caplog.records  # nothing was left to XLA with a warning
 
 
-def trace_step(config) -> None:
-    """A chunk and tokens of a model with windows, in bfloat16."""
+def trace_step(config, dtype=jnp.bfloat16) -> None:
+    """A chunk and tokens of a model with windows, in bfloat16, over a cache of `dtype`."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
     plan = tj.CachePlan.build(profile, 2, 16, sliding=tj.SlidingLayers.of(config, 32))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, 0))
     cache = tj.init_cache(
-        plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=jnp.bfloat16
+        plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=dtype
     )
     chunk = tj.Chunk(np.int32(1), np.zeros(128, np.int32), np.int32(100))
     decode = tj.Decode(np.zeros(2, np.int32), np.zeros(2, np.int32))
@@ -106,6 +106,19 @@ def test_kernels_are_told_of_soft_caps_and_sinks(hopper, config, monkeypatch):
     chunk, decode = ("chunk_prefill", *logits, False), ("ragged_decode", *logits, config.attention_sinks)
     scores = ("window_sums", *logits, False)
     assert sorted(told) == sorted([chunk, chunk, decode, decode, scores])
+
+
+def test_windows_have_their_kernel_over_a_cache_of_bytes(hopper, monkeypatch):
+    """It reads no entries: those that a window shows were gathered before."""
+    windows, kernel = [], chunk_prefill.chunk_prefill
+
+    def noted(q, k, v, pool, plan, **how):
+        windows.append(plan.window)
+        return kernel(q, k, v, pool, plan, **how)
+
+    monkeypatch.setattr(chunk_prefill, "chunk_prefill", noted)
+    trace_step(GEMMA2, jnp.uint8)
+    assert GEMMA2.sliding_window in windows
 
 
 def test_chunks_with_a_soft_cap_have_no_use_for_cudnn(hopper, monkeypatch, caplog):

@@ -35,6 +35,12 @@ PLANS = {
     "layer": {"heads_per_page": 2, "page_size": 4, "cluster": "layer", "min_entries": 8},
     "model": {"heads_per_page": 4, "page_size": 8, "cluster": "model", "min_entries": 0},
     "adjacent": {"heads_per_page": 1, "page_size": 4, "cluster": "adjacent", "min_entries": 3},
+    "bytes": {
+        "heads_per_page": 2,
+        "page_size": 8,
+        "cluster": "layer",
+        "min_entries": 8,
+    },  # two rows of scales
 }
 
 
@@ -44,8 +50,9 @@ def programs(name):
     profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.5, alpha=0.0)
     plan = tj.CachePlan.build(profile, sinks=2, window=8, **PLANS[name])
     empty = tj.init_cache(
-        plan, CONFIG, num_pages=PAGES, max_requests=ROWS, max_tokens=MAX_TOKENS, max_tail=MAX_TAIL
-    )
+        plan, CONFIG, num_pages=PAGES, max_requests=ROWS, max_tokens=MAX_TOKENS, max_tail=MAX_TAIL,
+        dtype=np.uint8 if name == "bytes" else np.float32,
+    )  # fmt: skip
     scorer = tj.get_scorer("keydiff")
     params = random_params(CONFIG, 0)
     step = jax.jit(partial(tj.step, params, CONFIG, plan, scorer), donate_argnums=0)
@@ -59,7 +66,9 @@ class Row:
     tokens: int = 0
     tail: int = 0
     pages: list[list[int]] = field(default_factory=list)  # abstract pages of each group
-    entries: list[np.ndarray] = field(default_factory=list)  # of each group [n, 2, Hp, D], as last seen
+    entries: list[np.ndarray] = field(
+        default_factory=list
+    )  # of each group [n, 2, Hp, D], as last seen; of bytes D + 1
 
     @property
     def total(self) -> int:
@@ -85,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _empty_row(self):
         width = self.plan.heads_per_page
-        none = np.zeros((0, 2, width, CONFIG.head_dim), np.float32)
+        none = np.zeros((0, 2, width, CONFIG.head_dim + (self.name == "bytes")), np.float32)
         return Row(pages=[[] for _ in self.capacity], entries=[none for _ in self.capacity])
 
     # The model's side
@@ -246,7 +255,9 @@ class CacheMachine(RuleBasedStateMachine):
     # What must hold
 
     def _entries(self, index, lengths):
-        """The entries of a row as they lie in its pages: of each group [n, 2, Hp, D], empty columns as zeros."""
+        """The entries of a row as they lie in its pages, of each group: [n, 2, Hp, D], of bytes [n, 2, Hp, D + 1], the scale
+        last; empty columns as zeros.
+        """
         pool, table, first = (
             np.asarray(self.cache.pool),
             np.asarray(self.cache.table),
@@ -257,7 +268,13 @@ class CacheMachine(RuleBasedStateMachine):
             at = np.arange(n)
             page = table[index, first[m] + at // self.plan.page_size]
             assert (page >= 0).all()
-            taken = pool[page, :, :, at % self.plan.page_size]
+            slot = at % self.plan.page_size
+            taken = pool[page, :, :, slot]
+            if self.name == "bytes":
+                scales = pool[
+                    page, :, :, self.plan.page_size + slot // CONFIG.head_dim, slot % CONFIG.head_dim
+                ]
+                taken = np.concatenate([taken, scales[..., None]], axis=-1)
             out.append(np.where((self.plan.head_at[m] >= 0)[:, None], taken, 0))
         return out
 
@@ -312,8 +329,9 @@ def run(name, examples, steps, derandomize):
     return machine.steps
 
 
-def test_any_order_of_operations():
-    assert run("layer", 10, 40, derandomize=True) >= 200
+@pytest.mark.parametrize(("name", "examples"), [("layer", 6), ("bytes", 4)])
+def test_any_order_of_operations(name, examples):
+    assert run(name, examples, 40, derandomize=True) >= 20 * examples
 
 
 @pytest.mark.slow

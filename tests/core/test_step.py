@@ -1,6 +1,7 @@
 """Chunked prefill and decode through the paged cache: exact at full retention, lawful and protective below it."""
 
 import functools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from models.attention import dense_attend
 from models.logits import AttentionLogits
 from models.testing import random_params, tiny_config
 from models.transformer import forward
+from pallas_kernels import byte_pages
 from tangram_jax.attention import chunk_attention
 from tangram_jax.pages import LayerPages
 
@@ -162,6 +164,40 @@ def test_first_tokens_stay_by_default():
         )
         for key in sinks[:4]:
             assert (np.abs(kept - key).max(axis=-1) < 1e-5).any()
+
+
+def holding(cache) -> tj.Cache:
+    """A float32 cache that holds exactly what a cache of bytes does; a copy."""
+    return replace(jax.tree.map(jnp.copy, cache), pool=byte_pages.entries(cache.pool, jnp.float32))
+
+
+def test_a_step_reads_and_writes_bytes_as_the_entries_they_stand_for():
+    """Before each step a float32 cache is set to what the bytes hold; then both must do the same, and keep the same entries.
+
+    An entry written in bytes lies within half a step, A / 254, of the other's, its scale rounded up by an eighth at most.
+    """
+    plan = plan_of("ragged", 2, 8, "model", min_entries=12)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=600, max_requests=3, max_tokens=160, max_tail=32, dtype=jnp.uint8
+    )
+    cache = tj.reserve(plan, cache, ROW, np.int32(100), np.int32(10))
+    tokens, start = random_tokens(100), 0
+    for count in (40, 30, 1, 1, 1, 20):  # chunks, a tail, and a chunk that compresses it
+        part = tokens[start : start + count]
+        both = []
+        for twin in (holding(cache), cache):
+            if count == 1:
+                how = dict(rows=np.array([1], np.int32), tokens=part)
+                both.append(decode_step(PARAMS, CONFIG, plan, twin, **how))
+            else:
+                both.append(prefill(plan, twin, part, count))
+        (want, floats), (got, cache) = both
+        np.testing.assert_allclose(got[0], want[0], atol=1e-4)
+        start += count
+        for head in range(plan.group_of.size):
+            mine, theirs = (entries_of(plan, c, 1, head) for c in (holding(cache), floats))
+            largest = np.abs(theirs).max(-1, keepdims=True, initial=0.0)
+            assert (np.abs(mine - theirs) <= 1.126 * largest / 254 + 1e-4).all()
 
 
 def test_a_chunk_and_decode_tokens_share_a_step():

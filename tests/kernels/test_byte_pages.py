@@ -1,4 +1,6 @@
-"""Pages of bytes: the format."""
+"""Pages of bytes: the format, and the references that read and write them."""
+
+from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels import byte_pages
+from pallas_kernels import append, byte_pages, chunk_prefill, keep, ragged_decode
+from tests.kernels import chunk_cases, keep_cases, ragged_cases
 
 FINITE = st.floats(-30000, 30000, width=32, allow_subnormal=False)
 
@@ -64,3 +67,73 @@ def test_zeros_stay_zeros() -> None:
     values, scales = byte_pages.quantise(jnp.zeros((2, 32)))
     assert (values == byte_pages.ZERO).all()
     assert not byte_pages.dequantise(values, scales, jnp.bfloat16).any()
+
+
+@jax.jit
+def in_bytes(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the pool in bytes, what it then holds in float32) of a pool of entries."""
+    pages = byte_pages.join(*byte_pages.quantise(pool))
+    return pages, byte_pages.entries(pages, jnp.float32)
+
+
+def test_decode_reads_what_the_bytes_stand_for() -> None:
+    """With heads so small that a page's scales take two rows."""
+    case = ragged_cases.make_case(
+        [[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, head_dim=8, sinks=True, new=True
+    )
+    pages, case.pool = in_bytes(case.pool)
+    plan = ragged_decode.plan_decode(
+        jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=byte_pages.page_size(pages)
+    )
+    reference = jax.jit(partial(ragged_decode.ragged_decode_reference, scale=case.scale, has_new=True))
+    got = reference(case.q, pages, plan.layer(0), sinks=case.options["sinks"])
+    out, lse = case.expected()
+    assert ragged_cases.relative_error(got[0], out) < 1e-6
+    np.testing.assert_allclose(got[1], lse, atol=2e-6)
+
+
+def test_a_chunk_reads_what_the_bytes_stand_for() -> None:
+    case = chunk_cases.make_case([[70, 33, 0]], 20, dtype=jnp.float32, head_dim=16)
+    pages, case.pool = in_bytes(case.pool)
+    plan = chunk_cases.plan_of(case)
+    reference = jax.jit(lambda *given: chunk_prefill.chunk_prefill_reference(*given, plan, scale=case.scale))
+    got = reference(case.q, case.k, case.v, pages)
+    out, lse = case.expected()
+    assert chunk_cases.relative_error(got[0], out) < 1e-6
+    np.testing.assert_allclose(got[1], lse, atol=2e-6)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(8, "float32"), (64, "bfloat16")])
+@pytest.mark.parametrize("what", ["append", "write"])
+def test_what_is_written_is_quantised_and_the_rest_stays(what: str, head_dim: int, dtype: str) -> None:
+    """Against the loop over a pool of NaN, which says what is written where; what stays keeps its bytes."""
+    case = keep_cases.make_case(num_pages=120, head_dim=head_dim, dtype=jnp.dtype(dtype))
+    if what == "append":
+        x = keep_cases.append_arguments(case, batch=6)
+        pages, _ = in_bytes(case.pool)
+        got = append.append_reference(pages, case.new(6), **x)
+        loop = keep_cases.appended
+    else:
+        x = keep_cases.write_arguments(case, capacity=8, chunk=20, pages=3)
+        pages, _ = in_bytes(case.pool)
+        got = keep.write_pages_reference(pages, case.keys, case.values, **x)
+        loop = keep_cases.written
+    case.pool = jnp.full_like(case.pool, jnp.nan)
+    new = loop(case, x)
+    written = ~np.isnan(new[..., 0].astype(np.float32))
+    assert 0 < written.mean() < 1
+    want = byte_pages.quantise(jnp.nan_to_num(jnp.asarray(new)))
+    for mine, theirs, old in zip(byte_pages.split(got), want, byte_pages.split(pages), strict=True):
+        there = written if mine.ndim == 4 else written[..., None]
+        np.testing.assert_array_equal(mine, np.where(there, theirs, old))
+
+
+def test_single_entries_are_those_of_whole_columns() -> None:
+    pages, held = in_bytes(jax.random.normal(jax.random.key(3), (5, 2, 3, 16, 8)))
+    number, slot = np.array([[4], [0]]), np.array([3, 15, 8])
+    got = byte_pages.entries_at(pages, (number, 1, 2), slot, jnp.float32)
+    np.testing.assert_array_equal(got, np.asarray(held)[number, 1, 2, slot])
+    several = byte_pages.entries_at(pages, (number, slice(None), slice(None)), slot, jnp.float32)
+    np.testing.assert_array_equal(several, np.asarray(held)[number, :, :, slot])
+    floats = byte_pages.entries_at(held, (number, 1, 2), slot, jnp.float32)
+    np.testing.assert_array_equal(got, floats)

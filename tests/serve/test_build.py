@@ -66,6 +66,23 @@ def test_advice_for_a_small_pool_can_be_followed(flags, advised):
             build(*flags, flag, value)  # the last one counts
 
 
+def test_a_pool_of_bytes_holds_more_tokens_in_the_same_memory():
+    config = tiny_config(num_layers=2, head_dim=64)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+
+    def build(stores):
+        served = ServeConfig(kv_cache_dtype=stores, kv_cache_bytes=8 << 20, max_num_seqs=1, page_size=64)
+        return build_engine(served, model, dtype=jnp.float32)
+
+    floats, ints = build("float32"), build("int8")
+    assert build("auto").summary == floats.summary
+    assert "8 MiB of 8-bit keys and values;" in ints.summary and "8-bit" not in floats.summary
+    pages = [built.engine.stats().pages_total for built in (floats, ints)]
+    assert pages[1] == pages[0] * 4 * 64 // 65  # a row of scales for the 64 entries of a page
+    with pytest.raises(ConfigError, match="bfloat16 for a model in float32: write auto, int8, or --dtype bf"):
+        build("bfloat16")
+
+
 def test_heads_that_would_leave_columns_empty_are_refused():
     config = tiny_config(num_layers=2)
     model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")

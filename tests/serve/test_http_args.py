@@ -26,7 +26,7 @@ def test_all_flags(tmp_path):
         f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
-        "--generation-config vllm --allowed-origins https://a.org http://b:3000 "
+        "--kv-cache-dtype int8 --generation-config vllm --allowed-origins https://a.org http://b:3000 "
         "--tool-call-parser mistral --reasoning-parser none "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
@@ -36,7 +36,7 @@ def test_all_flags(tmp_path):
         prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
-        generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
+        kv_cache_dtype="int8", generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
         allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
@@ -77,6 +77,11 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--hf-overrides {x}", "'{x}' is not JSON: Expecting property name"),
         ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
+        (
+            "--kv-cache-dtype fp8_e4m3",
+            "is 'fp8_e4m3': write int8, as large and more exact: every key and value has a",
+        ),
+        ("--kv-cache-dtype int4", "is 'int4': write one of auto, float32, bfloat16, float16, int8"),
         (
             "--profile none.npz",
             "no such file; make one with `python -m calibrate --model smollm2-135m-instruct",
