@@ -103,9 +103,9 @@ def init_cache(
     (`pallas_kernels.byte_pages`), whatever the parameters are. Raises ValueError when the plan is for another model, and for
     other dtypes.
     """
-    if not (jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or byte_pages.is_bytes(dtype)):
+    if jnp.dtype(dtype) not in ("float32", "bfloat16", "float16") and not byte_pages.is_bytes(dtype):
         raise ValueError(
-            f"a cache of {jnp.dtype(dtype)}: write a float dtype, or uint8 for 8-bit keys and values"
+            f"a cache of {jnp.dtype(dtype)}: write float32, bfloat16 or float16, or uint8 for 8-bit keys and values"
         )
     heads = (len(model_config.full_layers), model_config.num_kv_heads)
     if plan.group_of.shape != heads:

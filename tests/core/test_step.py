@@ -407,6 +407,9 @@ def test_limits_of_a_cache():
     assert tj.init_cache(plan, config, **small).layout.max_tokens == 1_000_000
     with pytest.raises(ValueError, match=r"max_tokens must lie between 1 and 1000000 .*got 1000001"):
         tj.init_cache(plan, config, max_tokens=1_000_001, **small)
+    for dtype in ("int8", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=f"a cache of {dtype}: write .* uint8 for 8-bit keys"):
+            tj.init_cache(plan, config, dtype=dtype, **small)
     nothing = tj.CachePlan.build(
         tj.BudgetProfile(budgets=np.zeros(HEADS), retention=0.5), 2.0, 8.0, min_entries=0
     )

@@ -1,6 +1,7 @@
 """Pages of bytes: the format, and the references that read and write them."""
 
 from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -79,14 +80,13 @@ def in_bytes(pool: jax.Array) -> tuple[jax.Array, jax.Array]:
 def test_decode_reads_what_the_bytes_stand_for() -> None:
     """With heads so small that a page's scales take two rows."""
     case = ragged_cases.make_case(
-        [[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, head_dim=8, sinks=True, new=True
+        [[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, head_dim=8, sinks=True, new=True, packed=True
     )
-    pages, case.pool = in_bytes(case.pool)
     plan = ragged_decode.plan_decode(
-        jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=byte_pages.page_size(pages)
+        jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=case.page_size
     )
     reference = jax.jit(partial(ragged_decode.ragged_decode_reference, scale=case.scale, has_new=True))
-    got = reference(case.q, pages, plan.layer(0), sinks=case.options["sinks"])
+    got = reference(case.q, case.pool, plan.layer(0), sinks=case.options["sinks"])
     out, lse = case.expected()
     assert ragged_cases.relative_error(got[0], out) < 1e-6
     np.testing.assert_allclose(got[1], lse, atol=2e-6)
@@ -103,37 +103,31 @@ def test_a_chunk_reads_what_the_bytes_stand_for() -> None:
     np.testing.assert_allclose(got[1], lse, atol=2e-6)
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(8, "float32"), (64, "bfloat16")])
-@pytest.mark.parametrize("what", ["append", "write"])
-def test_what_is_written_is_quantised_and_the_rest_stays(what: str, head_dim: int, dtype: str) -> None:
-    """Against the loop over a pool of NaN, which says what is written where; what stays keeps its bytes."""
-    case = keep_cases.make_case(num_pages=120, head_dim=head_dim, dtype=jnp.dtype(dtype))
-    if what == "append":
-        x = keep_cases.append_arguments(case, batch=6)
-        pages, _ = in_bytes(case.pool)
-        got = append.append_reference(pages, case.new(6), **x)
-        loop = keep_cases.appended
-    else:
-        x = keep_cases.write_arguments(case, capacity=8, chunk=20, pages=3)
-        pages, _ = in_bytes(case.pool)
-        got = keep.write_pages_reference(pages, case.keys, case.values, **x)
-        loop = keep_cases.written
-    case.pool = jnp.full_like(case.pool, jnp.nan)
-    new = loop(case, x)
-    written = ~np.isnan(new[..., 0].astype(np.float32))
-    assert 0 < written.mean() < 1
-    want = byte_pages.quantise(jnp.nan_to_num(jnp.asarray(new)))
-    for mine, theirs, old in zip(byte_pages.split(got), want, byte_pages.split(pages), strict=True):
-        there = written if mine.ndim == 4 else written[..., None]
-        np.testing.assert_array_equal(mine, np.where(there, theirs, old))
+@pytest.mark.parametrize(
+    "options", [{"head_dim": 8, "dtype": jnp.float32}, {}], ids=["two rows of scales", "one"]
+)
+def test_what_is_written_is_quantised_and_the_rest_stays(options: dict[str, Any]) -> None:
+    case = keep_cases.make_case(num_pages=120, packed=True, **options)
+    x = keep_cases.append_arguments(case, batch=6)
+    new = case.new(6)
+    got = jax.jit(lambda pool: append.append_reference(pool, new, **x))(case.pool)
+    for mine, theirs in zip(
+        byte_pages.split(got), byte_pages.split(keep_cases.appended(case, x)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+    x = keep_cases.write_arguments(case, capacity=8, chunk=20, pages=3)
+    got = jax.jit(lambda pool: keep.write_pages_reference(pool, case.keys, case.values, **x))(case.pool)
+    for mine, theirs in zip(
+        byte_pages.split(got), byte_pages.split(keep_cases.written(case, x)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_single_entries_are_those_of_whole_columns() -> None:
     pages, held = in_bytes(jax.random.normal(jax.random.key(3), (5, 2, 3, 16, 8)))
     number, slot = np.array([[4], [0]]), np.array([3, 15, 8])
-    got = byte_pages.entries_at(pages, (number, 1, 2), slot, jnp.float32)
-    np.testing.assert_array_equal(got, np.asarray(held)[number, 1, 2, slot])
-    several = byte_pages.entries_at(pages, (number, slice(None), slice(None)), slot, jnp.float32)
-    np.testing.assert_array_equal(several, np.asarray(held)[number, :, :, slot])
-    floats = byte_pages.entries_at(held, (number, 1, 2), slot, jnp.float32)
-    np.testing.assert_array_equal(got, floats)
+    for columns in ((number, 1, 2), (number, slice(None), slice(None))):
+        get = jax.jit(lambda pool, columns=columns: byte_pages.entries_at(pool, columns, slot, jnp.float32))
+        want = np.asarray(held)[*columns, slot]
+        np.testing.assert_array_equal(get(pages), want)
+        np.testing.assert_array_equal(get(held), want)
