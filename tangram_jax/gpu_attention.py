@@ -29,9 +29,8 @@ log = logging.getLogger("tangram")
 def chunk_supported(
     q_shape: tuple[int, ...], dtype: Any, pool: jax.Array, soft_cap: float | None = None
 ) -> bool:
-    """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool, of pages of bytes too.
-
-    `WindowAttention` takes them where it says so of `window_pool`.
+    """Whether `ChunkAttention` here takes queries of q_shape (T, K, G, D) over this pool, and `WindowAttention` over what
+    `window_pool` makes of it.
     """
     if jax.default_backend() != "gpu":
         return False
@@ -49,7 +48,9 @@ def chunk_supported(
 
 def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str | None:
     """What keeps our chunk kernel from these queries; None: nothing."""
-    if byte_pages.is_bytes(pool.dtype):
+    if byte_pages.is_bytes(
+        pool.dtype
+    ):  # cuDNN gets what is gathered; the kernel's could be unpacked before it
         return "the kernel reads no pages of bytes"
     try:
         check_one_device(pool)
@@ -60,8 +61,9 @@ def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str
 
 
 def window_pool(pool: jax.Array, dtype: Any) -> jax.Array:
-    """A pool of `dtype` and the same pages for the chunk kernel where it reads no entry of any: the keys and values in a
-    window are gathered before. It takes the pool as an operand all the same, and knows no pages of bytes.
+    """What `WindowAttention` gives the chunk kernel as a pool, of `dtype`: an operand that it takes and reads no entry of.
+
+    A pool of bytes, which the kernel does not know, gives one page that means nothing.
     """
     if not byte_pages.is_bytes(pool.dtype):
         return pool
