@@ -81,7 +81,7 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
         return compress.candidates(plan, cache, jnp.int32(ROW), chunk, jnp.int32(chunk))
 
     def tail(cache: tj.Cache) -> Any:
-        return compress.read_tail(plan, cache, jnp.int32(ROW)), cache
+        return compress.read_tail(plan, cache, jnp.int32(ROW), jnp.bfloat16), cache
 
     def score(cache: tj.Cache, tail_kv: Any, queries: Any, keys: Any, values: Any, lse: Any) -> Any:
         scores = ChunkScores(plan, config, scorer, what(cache), tail_kv)

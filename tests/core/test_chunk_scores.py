@@ -33,7 +33,7 @@ def scores_of(
         tokens=cache.tokens.at[ROW].set(BEFORE), tail=cache.tail.at[ROW].set(20),
     )  # fmt: skip
     what = compress.candidates(plan, cache, ROW, CHUNK, jnp.int32(COUNT))
-    scores = ChunkScores(plan, config, scorer, what, compress.read_tail(plan, cache, ROW))
+    scores = ChunkScores(plan, config, scorer, what, compress.read_tail(plan, cache, ROW, jnp.float32))
     for layer in range(CONFIG.num_layers):
         q, k, v = (jax.random.normal(next(keys), (CHUNK, heads, 16)) for heads in (8, 4, 4))
         scores.add(layer, q, k, v, jax.random.uniform(next(keys), (CHUNK, 8), minval=4.0, maxval=6.0))
