@@ -3,6 +3,7 @@
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
   python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
+  python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -25,6 +26,7 @@ from benchmarks.gpu_timing import read_roof, trace_kernels
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
+from pallas_kernels import byte_pages
 from pallas_kernels.expert_products import mxfp4
 
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
@@ -68,12 +70,19 @@ def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
 
 
 def measure(
-    params: Any, config: ModelConfig, batch: int, tokens: int, retention: float, args: Any, roof: float
+    params: Any,
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    retention: float,
+    args: Any,
+    roof: float,
+    dtype: Any,
 ) -> dict:
     sliding = tj.SlidingLayers.of(config, max_tail=64)
     plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
     needed = batch * plan.pages(tokens, 64)
-    page_bytes = plan.page_bytes(config.head_dim, jnp.bfloat16)
+    page_bytes = plan.page_bytes(config.head_dim, dtype)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
     cache = tj.init_cache(
         plan,
@@ -82,7 +91,7 @@ def measure(
         max_requests=batch,
         max_tokens=tokens + 64,
         max_tail=64,
-        dtype=jnp.bfloat16,
+        dtype=dtype,
     )
     for row in range(batch):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
@@ -117,13 +126,14 @@ def measure(
     entries = plan.entries(tokens)
     if sliding:
         entries += sliding.count * config.num_kv_heads * min(tokens, sliding.window - 1)
-    kv = batch * entries * 2 * config.head_dim * 2
+    kv = batch * entries * 2 * (config.head_dim * jnp.dtype(dtype).itemsize + byte_pages.is_bytes(dtype))
     floor = (weights + kv) / roof
     took = float(np.median(times))
     return {
         "batch": batch,
         "tokens": tokens,
         "retention": retention,
+        "pages": "bytes" if byte_pages.is_bytes(dtype) else jnp.dtype(dtype).name,
         "ms": round(took * 1e3, 3),
         "floor_ms": round(floor * 1e3, 3),
         "ratio": round(took / floor, 3),
@@ -174,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--empty-slots", type=int, default=0, help="decode slots without a request, beside the others"
     )
+    parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
@@ -187,15 +198,18 @@ def main() -> None:
     params = random_weights(config)
     rows = []
     for index in args.cases:
+        batch, tokens = CASES[index]
         for retention in (1.0, 0.25):
-            batch, tokens = CASES[index]
-            try:
-                rows.append(measure(params, config, batch, tokens, retention, args, roof))
-            except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
-                rows.append(
-                    {"batch": batch, "tokens": tokens, "retention": retention, "error": str(error)[:300]}
-                )
-            print(rows[-1], flush=True)
+            for dtype in (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]:
+                case = {"batch": batch, "tokens": tokens, "retention": retention}
+                try:
+                    row = measure(params, config, batch, tokens, retention, args, roof, dtype)
+                except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
+                    row = case | {"error": str(error)[:300]}
+                if byte_pages.is_bytes(dtype) and {"ms"} <= row.keys() & rows[-1].keys():
+                    row["times as fast"] = round(rows[-1]["ms"] / row["ms"], 3)
+                rows.append(row)
+                print(row, flush=True)
     if args.out:
         with open(args.out, "w") as file:
             json.dump(

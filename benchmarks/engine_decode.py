@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks import decode_step, shapes
 from models.config import ModelConfig
 from models.registry import LoadedModel
+from pallas_kernels import byte_pages
 from serve.args import ServeConfig
 from serve.build import build_engine
 from serve.engine import Engine
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--retention", type=float, default=0.25)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
@@ -190,6 +192,7 @@ def main() -> None:
         params, config, args.requests, args.context, args.retention,
         argparse.Namespace(page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False),
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
+        dtype=byte_pages.DTYPE if args.kv_cache_dtype == "int8" else jnp.bfloat16,
     )  # fmt: skip
     print(f"{jax.devices()[0].device_kind}: decode step alone {alone['ms']} ms")
     with mock.patch.object(sampling, "compiler_options", lambda: None) if args.plain else nullcontext():
@@ -197,7 +200,7 @@ def main() -> None:
             config, params, args.retention,
             max_num_seqs=args.requests, max_num_batched_tokens=args.chunk, max_model_len=longest,
             page_size=args.page_size, heads_per_page=heads, prefix_cache=False, scorer=args.scorer,
-            programs=args.programs,
+            programs=args.programs, kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))
     rows = []

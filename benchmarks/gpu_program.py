@@ -31,7 +31,7 @@ from benchmarks.decode_step import first_layers, ragged
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.params import abstract_params
-from pallas_kernels import support
+from pallas_kernels import byte_pages, support
 from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
 from tangram_jax.step import Chunk, Decode, step
 
@@ -92,7 +92,9 @@ def compiled_sampling(rows: int, variant: Variant) -> Any:
     )
 
 
-def compiled_step(config: ModelConfig, chunk: int, decode: int, scorer: str) -> Any:
+def compiled_step(
+    config: ModelConfig, chunk: int, decode: int, scorer: str, dtype: Any = jnp.bfloat16
+) -> Any:
     """The compiled program of one `tj.step` of a model's shape at retention 0.25, nothing of it allocated."""
     where = h200()
 
@@ -109,7 +111,7 @@ def compiled_step(config: ModelConfig, chunk: int, decode: int, scorer: str) -> 
             max_requests=decode + 1,
             max_tokens=12_000,
             max_tail=256,
-            dtype=jnp.bfloat16,
+            dtype=dtype,
         )
     )
     cache = jax.tree.map(lambda x: abstract(x.shape, x.dtype), make)
@@ -161,6 +163,7 @@ def main() -> None:
         "--sampling", choices=("greedy", "full"), help="instead, the sampling of their tokens"
     )
     parser.add_argument("--scorer", default="expected_attention")
+    parser.add_argument("--bytes", action="store_true", help="pages of bytes")
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # for everything but the program, also where there is a GPU
@@ -168,7 +171,8 @@ def main() -> None:
         program = compiled_sampling(args.decode, GREEDY if args.sampling == "greedy" else FULL)
     else:
         config = first_layers(SHAPES[args.shape], args.layers)
-        program = compiled_step(config, args.chunk, args.decode, args.scorer)
+        dtype = byte_pages.DTYPE if args.bytes else jnp.bfloat16
+        program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype)
     listed = kernels(program.as_text())
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:

@@ -16,7 +16,7 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
 from models.logits import AttentionLogits
-from pallas_kernels import byte_pages, chunk_prefill, ragged_decode
+from pallas_kernels import byte_pages, chunk_prefill, ragged_decode, unpack
 from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -48,13 +48,14 @@ def chunk_supported(
 
 def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str | None:
     """What keeps our chunk kernel from these queries; None: nothing."""
-    if byte_pages.is_bytes(
-        pool.dtype
-    ):  # cuDNN gets what is gathered; the kernel's could be unpacked before it
-        return "the kernel reads no pages of bytes"
     try:
         check_one_device(pool)
-        chunk_prefill.check_supported(q_shape, dtype, pool.shape, pool.dtype)
+        if byte_pages.is_bytes(pool.dtype):
+            unpack.check_supported(pool, dtype)
+        shape = (*pool.shape[:3], byte_pages.page_size(pool), pool.shape[4])  # unpacked
+        chunk_prefill.check_supported(
+            q_shape, dtype, shape, dtype if byte_pages.is_bytes(pool.dtype) else pool.dtype
+        )
     except NotImplementedError as reason:
         return str(reason)
     return None
@@ -89,23 +90,45 @@ class ChunkAttention:
         if reason := _why_no_kernel(q_shape, dtype, pool):
             log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
             return
+        table, rows, first, column = pages.table, pages.rows, pages.first, pages.column
+        self._in_bytes = byte_pages.is_bytes(pool.dtype)
+        if self._in_bytes:  # each layer's pages are unpacked, side by side
+            layers, heads = first.shape
+            table, rows = jnp.arange(heads * pages.most, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+            first = np.tile(np.arange(heads, dtype=np.int32) * pages.most, (layers, 1))
+            column = np.zeros_like(first)
         self._plan = chunk_prefill.plan_chunk(
             lengths.reshape(lengths.shape[0], -1),
-            pages.table,
-            pages.first.reshape(-1),
-            pages.column.reshape(-1),
+            table,
+            first.reshape(-1),
+            column.reshape(-1),
             q_shape=q_shape,
             page_size=byte_pages.page_size(pool),
             num_layers=lengths.shape[1],
-            rows=pages.rows,
+            rows=rows,
         )
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.chunk_attention`."""
         if self._plan is None:
             return chunk_composition(q, k, v, self._pages.of_layer(layer), self._logits.scale)
-        plan = self._plan.layer(layer)
-        return chunk_prefill.chunk_prefill(q, k, v, self._pages.pool, plan, **self._logits._asdict())
+        pool = self._unpacked(layer, q) if self._in_bytes else self._pages.pool
+        return chunk_prefill.chunk_prefill(q, k, v, pool, self._plan.layer(layer), **self._logits._asdict())
+
+    def _unpacked(self, layer: int, q: jax.Array) -> jax.Array:
+        """The layer's pages as the kernel reads them, [K * most, 2, 1, P, D]."""
+        pages = self._pages.of_layer(layer)
+        # Not before the queries are there: unpacked early, the pages of all layers would lie in memory at once.
+        _, lengths = jax.lax.optimization_barrier((q, pages.lengths[0]))
+        return unpack.unpack_pages(
+            pages.pool,
+            pages.table[0],
+            lengths,
+            pages.first,
+            pages.column,
+            most=self._pages.most,
+            dtype=q.dtype,
+        )
 
 
 class WindowAttention:

@@ -44,6 +44,7 @@ class StepPages(NamedTuple):
     lengths: jax.Array  # i32[B, L, K]: entries of each KV head
     first: np.ndarray  # i32[L, K]
     column: np.ndarray  # i32[L, K]
+    most: int  # pages that a head can have
     skip: jax.Array | None = None  # i32[B]: entries at the front of every head that are out of sight
 
     def of_layer(self, layer: int) -> LayerPages:

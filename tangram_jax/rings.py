@@ -132,6 +132,7 @@ def visible_pages(rings: Rings, pool: jax.Array, numbers: jax.Array, tokens: jax
         ),
         first=rings.group_of * columns,
         column=rings.column_of,
+        most=columns,
         skip=oldest - page * size,
     )
 

@@ -47,7 +47,10 @@ class _Layers:
         """Of `rows` i32[B], whose groups hold `lengths` i32[B, M] entries."""
         plan, cache = self._plan, self._cache
         first = cache.layout.first[plan.group_of]
-        return StepPages(cache.pool, cache.table, rows, lengths[:, plan.group_of], first, plan.column_of)
+        most = max(cache.layout.capacity[: plan.num_groups])
+        return StepPages(
+            cache.pool, cache.table, rows, lengths[:, plan.group_of], first, plan.column_of, most
+        )
 
     def _by_kind(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(of the compressed layers, of those with a window), each in order."""

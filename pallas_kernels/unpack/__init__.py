@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import byte_pages, support
 from pallas_kernels.unpack.reference import unpack_pages_reference
@@ -13,8 +14,8 @@ def unpack_pages(
     pool: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
-    first: jax.Array,
-    column: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
     *,
     most: int,
     dtype: jax.typing.DTypeLike,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
@@ -29,8 +30,8 @@ def unpack_pages_mosaic_gpu(
     pool: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
-    first: jax.Array,
-    column: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
     *,
     most: int,
     dtype: jax.typing.DTypeLike,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import byte_pages
 
@@ -10,8 +11,8 @@ def unpack_pages_reference(
     pool: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
-    first: jax.Array,
-    column: jax.Array,
+    first: jax.Array | np.ndarray,
+    column: jax.Array | np.ndarray,
     *,
     most: int,
     dtype: jax.typing.DTypeLike,

@@ -39,15 +39,17 @@ def kernels(text: str) -> int:
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "expected_attention"])
-@pytest.mark.parametrize("cluster", ["layer", "model"])
-def test_steps_lower(hopper, caplog, scorer, cluster):
+@pytest.mark.parametrize(
+    ("cluster", "dtype"), [("layer", jnp.bfloat16), ("model", jnp.bfloat16), ("model", jnp.uint8)]
+)
+def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
     profile = tj.BudgetProfile.from_ratios(
         np.random.default_rng(0).uniform(0.1, 0.9, (1, CONFIG.num_layers, CONFIG.num_kv_heads)), retention=0.5
     )
     plan = tj.CachePlan.build(profile, 2, 16, cluster)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
     cache = tj.init_cache(
-        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
     )
     prefill = functools.partial(
         tj.prefill_chunk, model_config=CONFIG, plan=plan, scorer=tj.get_scorer(scorer)
@@ -57,8 +59,8 @@ def test_steps_lower(hopper, caplog, scorer, cluster):
         lambda params, cache, **given: prefill(params, cache=cache, **given),
         params, cache, row=np.int32(1), tokens=tokens, count=np.int32(100),
     )  # fmt: skip
-    # Attention, writing, and the window's sums or the model's moments and logits.
-    assert kernels(text) == (3 if scorer == "snapkv" else 4)
+    # Attention, writing, and the window's sums or the model's moments and logits; bytes are unpacked.
+    assert kernels(text) == (3 if scorer == "snapkv" else 4) + (dtype == jnp.uint8)
     assert "stablehlo.while" not in text  # the host would wait for the loop's condition
     for batch in (1, 8):
         text = lowered(

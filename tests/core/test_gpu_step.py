@@ -52,9 +52,9 @@ def run_prompt(prefill, params, plan, cache, tokens, size, config=CONFIG):
     return logits, cache
 
 
-def new_cache(plan, tail: int, config: ModelConfig = CONFIG) -> tj.Cache:
+def new_cache(plan, tail: int, config: ModelConfig = CONFIG, dtype=jnp.bfloat16) -> tj.Cache:
     cache = tj.init_cache(
-        plan, config, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+        plan, config, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
     )
     return tj.reserve(plan, cache, ROW, np.int32(1024), np.int32(tail))
 
@@ -74,7 +74,9 @@ def uniform_plan(config, page_size, cluster="layer"):
     return tj.CachePlan.build(profile, 2, page_size, cluster, sliding=sliding)
 
 
-def errors_against_dense(config: ModelConfig, plan: tj.CachePlan, chunk: int) -> list[float]:
+def errors_against_dense(
+    config: ModelConfig, plan: tj.CachePlan, chunk: int, dtype=jnp.bfloat16
+) -> list[float]:
     """Of the logits after a prompt in chunks and of the tokens that follow one by one."""
     tokens = np.random.default_rng(0).integers(8, config.vocab_size, 530).astype(np.int32)
     exact = random_params(config, 0)
@@ -82,7 +84,7 @@ def errors_against_dense(config: ModelConfig, plan: tj.CachePlan, chunk: int) ->
     want, _ = jax.jit(lambda p, t: forward(p, config, t, jnp.arange(530), attend, ()))(exact, tokens)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
     prefill, decode = functions()
-    cache = new_cache(plan, 64, config)
+    cache = new_cache(plan, 64, config, dtype)
     logits, cache = run_prompt(prefill, params, plan, cache, tokens[:512], chunk, config)
     errors = [relative(logits, want[511])]
     for i in range(512, 530):
@@ -100,6 +102,14 @@ def test_full_retention_is_dense_attention(cluster, page_size):
     errors = errors_against_dense(CONFIG, uniform_plan(CONFIG, page_size, cluster), 128)
     # bfloat16 under sharp random attention; a wrong entry or position gives about 1.
     assert max(errors) < 0.1, errors
+
+
+@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize("config", [CONFIG, GEMMA, GPT_OSS], ids=lambda config: config.name)
+def test_pages_of_bytes_are_dense_attention(config, cluster, caplog):
+    errors = errors_against_dense(config, uniform_plan(config, 64, cluster), 128, jnp.uint8)
+    assert max(errors) < 0.1, errors
+    assert "XLA operations" not in caplog.text and "cuDNN" not in caplog.text
 
 
 @pytest.mark.parametrize("way", ["kernels", "others"])
