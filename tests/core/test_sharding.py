@@ -71,12 +71,11 @@ def check_tiny() -> None:
         got, sharded = run(params, config, tensor_mesh(size), prompt=40, steps=6)
         np.testing.assert_allclose(got, want, atol=1e-4)
         assert sharded == tokens
-    want, got = (
-        run(params, config, mesh, prompt=40, steps=1, dtype=np.uint8) for mesh in (None, tensor_mesh(4))
-    )
-    # Sums in another order may round an element to the next byte.
-    np.testing.assert_allclose(got[0], want[0], atol=1e-2)
-    assert got[1] == want[1]
+    got, sharded = run(params, config, tensor_mesh(4), prompt=40, steps=1, dtype=np.uint8)
+    np.testing.assert_allclose(
+        got, want, atol=0.2
+    )  # rounding to bytes moves logits by 0.04, a wrong head by 1
+    assert sharded == tokens[:2]
 
 
 def check_padded_real_weights() -> None:

@@ -35,12 +35,7 @@ PLANS = {
     "layer": {"heads_per_page": 2, "page_size": 4, "cluster": "layer", "min_entries": 8},
     "model": {"heads_per_page": 4, "page_size": 8, "cluster": "model", "min_entries": 0},
     "adjacent": {"heads_per_page": 1, "page_size": 4, "cluster": "adjacent", "min_entries": 3},
-    "bytes": {
-        "heads_per_page": 2,
-        "page_size": 8,
-        "cluster": "layer",
-        "min_entries": 8,
-    },  # two rows of scales
+    "bytes": {"heads_per_page": 2, "page_size": 4, "cluster": "layer", "min_entries": 8},
 }
 
 
@@ -329,9 +324,9 @@ def run(name, examples, steps, derandomize):
     return machine.steps
 
 
-@pytest.mark.parametrize(("name", "examples"), [("layer", 6), ("bytes", 4)])
-def test_any_order_of_operations(name, examples):
-    assert run(name, examples, 40, derandomize=True) >= 20 * examples
+def test_any_order_of_operations():
+    """In bytes, of which more could go wrong."""
+    assert run("bytes", 10, 40, derandomize=True) >= 200
 
 
 @pytest.mark.slow

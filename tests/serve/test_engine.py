@@ -366,25 +366,3 @@ def test_ragged_preemption_completes_and_frees():
         assert all(len(a.tokens) == 100 for a in answers)
         assert tiny.engine.stats().preemptions_total >= 1
         tiny.forget()
-
-
-# In bytes
-
-
-def test_bytes_say_what_floats_say_where_it_is_clear():
-    """Each token is the best one by dense attention, or one that rounding may put first: logits have a deviation of 1."""
-    with tiny_engine("bytes") as tiny:
-        texts = [tokens_of(n) for n in (5, 130)]
-        for turn in range(2):  # the second goes on from stored pages
-            answers = ask_all(tiny, texts, max_tokens=50)
-            for text, answer in zip(texts, answers, strict=True):
-                logits = dense_logits([*text, *answer.tokens])[len(text) - 1 : -1]
-                chosen = np.take_along_axis(logits, np.array(answer.tokens)[:, None], axis=1)[:, 0]
-                assert (logits.max(1) - chosen < 0.25).all()
-                assert (chosen == logits.max(1)).mean() > 0.9
-                assert (answer.cached > 0) == (turn > 0)
-            texts = [[*text, *answer.tokens, 9] for text, answer in zip(texts, answers, strict=True)]
-        assert (
-            tiny.engine.stats().page_bytes == 2 * 2 * (8 + 1) * CONFIG.head_dim
-        )  # eight entries and their scales
-        tiny.forget()

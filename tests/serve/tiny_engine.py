@@ -48,8 +48,8 @@ PARAMS = params_of(CONFIG)
 def tiny_runner(kind: str) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model.
 
-    "bytes": as "full", in 8-bit keys and values. "experts": as "full", of a model whose layer 1 is a mixture of experts.
-    "gemma2" and "gpt_oss": all of layer 1, and of layer 0 what its window shows.
+    "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
+    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values.
     """
     config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
@@ -69,7 +69,7 @@ def tiny_runner(kind: str) -> Runner:
         num_rows=RUNNING + STORED,
         max_model_len=LENGTH,
         max_tail=MAX_TAIL,
-        cache_dtype=jnp.uint8 if kind == "bytes" else jnp.float32,
+        cache_dtype=jnp.uint8 if kind == "gpt_oss" else jnp.float32,
     )
 
 
