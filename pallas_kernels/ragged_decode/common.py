@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.ragged_decode.tuning import Tuning
 
 i32, f32 = jnp.int32, jnp.float32
-LOAD_REGISTERS = 32  # of a thread of the loading warpgroup, where several compute
+LOAD_REGISTERS = 56  # of a thread of the loading warpgroup, where several compute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The loading warpgroup of the ragged decode kernel."""
 
+import functools
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -60,12 +61,17 @@ def load(cfg: Config, refs: Refs) -> None:
                         for u, page in enumerate(ids):
                             rows = refs.pool.at[page, :, column, pl.ds(cfg.page, cfg.scale_rows)]
                             plgpu.copy_gmem_to_smem(rows, refs.scales_s.at[slot, u], refs.scaled.at[slot])
-                    for u, page in enumerate(ids):
-                        # What a slot's first load leaves out would be read as whatever lay there: it is whole.
-                        held = limit - base - t * cfg.block - u * cfg.page
-                        _load_page(
-                            cfg, refs, page, kv, column, slot, u, jnp.where(turn < slots, cfg.page, held)
-                        )
+                    held = limit - base - t * cfg.block
+                    # What a slot's first load leaves out would be read as whatever lay there: it is whole.
+                    whole = (held >= cfg.block) | (turn < slots)
+
+                    def load_pages(held: Any, kv: int = kv, slot: Any = slot) -> None:
+                        for u, page in enumerate(ids):
+                            left = cfg.page if held is None else held - u * cfg.page
+                            _load_page(cfg, refs, page, kv, column, slot, u, left)
+
+                    pl.when(whole)(functools.partial(load_pages, None))
+                    pl.when(jnp.logical_not(whole))(functools.partial(load_pages, held))
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)
@@ -114,4 +120,7 @@ def _load_page(
         pl.when(jnp.logical_not(fewer))(lambda: copy(count))
         pl.when(fewer)(lambda: at_most(count - cfg.granule))
 
-    at_most(cfg.page)
+    if isinstance(held, int):
+        copy(held)
+    else:
+        at_most(cfg.page)
