@@ -1,9 +1,10 @@
 """Pages of bytes: keys and values as 8-bit integers, each entry with a scale of its own that lies beside it in the page.
 
-A pool of uint8 has pages [2, Hp, P + ceil(P / D), D]: of every column P rows of entries, then P scale bytes. An element x of
-an entry whose largest magnitude is A is the byte 128 + round(127 x / A), A first rounded up to a float of eight steps per
-octave, which is the entry's scale byte: unsigned, 5 bits of exponent and 3 of mantissa, from 2**-17 to 2**15. Scales lie in
-the page, so whatever moves, shares or shards pages need not know of them.
+A pool of uint8 has pages [2, Hp, ceil(P / D) + P, D]: of every column P scale bytes, then P rows of entries, so that a load
+of the first entries brings their scales too. An element x of an entry whose largest magnitude is A is the byte
+128 + round(127 x / A), A first rounded up to a float of eight steps per octave, which is the entry's scale byte: unsigned,
+5 bits of exponent and 3 of mantissa, from 2**-17 to 2**15. Scales lie in the page, so whatever moves, shares or shards pages
+need not know of them.
 
 Rounding is within A / 254 of each element. Bytes are biased, not signed, because a kernel then makes 16-bit floats of two of
 them with a permutation of bytes and a subtraction.
@@ -29,20 +30,24 @@ def is_bytes(dtype: Any) -> bool:
 
 
 def page_rows(dtype: Any, page_size: int, head_dim: int) -> int:
-    """Rows of a page's column: its entries, and in a pool of bytes those that hold their scales."""
+    """Rows of a page's column: in a pool of bytes those that hold the scales, and its entries."""
     return page_size + (-(-page_size // head_dim) if is_bytes(dtype) else 0)
 
 
-def page_size(pool: Any) -> int:
-    """P, from the shape and dtype of a pool [num_pages, 2, Hp, rows, D] (or anything that has both)."""
+def scale_rows(pool: Any) -> int:
+    """Rows of a column before those of its entries, from the shape and dtype of a pool [num_pages, 2, Hp, rows, D]."""
     rows, head_dim = pool.shape[-2:]
-    return rows - (-(-rows // (head_dim + 1)) if is_bytes(pool.dtype) else 0)
+    return -(-rows // (head_dim + 1)) if is_bytes(pool.dtype) else 0
+
+
+def page_size(pool: Any) -> int:
+    """P, from the same (or anything that has both)."""
+    return pool.shape[-2] - scale_rows(pool)
 
 
 def scale_at(pool: Any, slot: Any) -> tuple[Any, Any]:
     """(row, place in it) of the scale bytes that belong to entries `slot` of a column."""
-    head_dim = pool.shape[-1]
-    return page_size(pool) + slot // head_dim, slot % head_dim
+    return slot // pool.shape[-1], slot % pool.shape[-1]
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,9 +73,9 @@ def _largest(scale: jax.Array) -> jax.Array:
 
 def split(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Columns of pages u8[..., rows, D] to (bytes [..., P, D], scale bytes [..., P])."""
-    size = page_size(pages)
-    scales = pages[..., size:, :]
-    return pages[..., :size, :], scales.reshape(*scales.shape[:-2], -1)[..., :size]
+    first = scale_rows(pages)
+    scales = pages[..., :first, :]
+    return pages[..., first:, :], scales.reshape(*scales.shape[:-2], -1)[..., : page_size(pages)]
 
 
 def join(values: jax.Array, scales: jax.Array) -> jax.Array:
@@ -79,7 +84,7 @@ def join(values: jax.Array, scales: jax.Array) -> jax.Array:
     rows = page_rows(DTYPE, size, head_dim) - size
     spare = [(0, 0)] * (scales.ndim - 1) + [(0, rows * head_dim - size)]
     beside = jnp.pad(scales, spare).reshape(*scales.shape[:-1], rows, head_dim)
-    return jnp.concatenate([values, beside], axis=-2)
+    return jnp.concatenate([beside, values], axis=-2)
 
 
 def entries(pages: jax.Array, dtype: Any) -> jax.Array:
@@ -89,7 +94,7 @@ def entries(pages: jax.Array, dtype: Any) -> jax.Array:
 
 def entries_at(pool: jax.Array, columns: tuple[Any, ...], slot: Any, dtype: Any) -> jax.Array:
     """Single entries [..., D] of any pool in `dtype`: `columns` and `slot` index its first three axes and the fourth."""
-    found = pool.at[*columns, slot].get(mode="clip")
+    found = pool.at[*columns, scale_rows(pool) + slot].get(mode="clip")
     if not is_bytes(pool.dtype):
         return found.astype(dtype)
     return dequantise(found, pool.at[*columns, *scale_at(pool, slot)].get(mode="clip"), dtype)

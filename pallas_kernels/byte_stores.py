@@ -70,10 +70,9 @@ def store_plainly(column: Any, entry: Any, row: Any) -> None:
     if not byte_pages.is_bytes(column.dtype):
         column.at[entry][...] = row
         return
-    size, head_dim = byte_pages.page_size(column), row.shape[0]
     values, scale = byte_pages.quantise(row)
-    column.at[entry][...] = values
-    column.at[size + entry // head_dim, entry % head_dim][...] = scale
+    column.at[byte_pages.scale_rows(column) + entry][...] = values
+    column.at[*byte_pages.scale_at(column, entry)][...] = scale
 
 
 def _quantise(bits: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:

@@ -119,7 +119,7 @@ def _store_bytes(
     pool: Any, layout: Any, group: Any, new: Any, request: Any, there: Any, number: Any, slot: Any
 ) -> None:
     _, _, columns, rows, head_dim = pool.shape
-    size = byte_pages.page_size(pool)
+    before = byte_pages.scale_rows(pool) * head_dim
 
     def place(row: Any) -> tuple[Any, Any]:  # keys of all columns, then values
         return arith.divui(row, ops.constant(columns)), arith.remui(row, ops.constant(columns))
@@ -133,9 +133,10 @@ def _store_bytes(
     ) -> Any:
         which, column = place(row)
         first = ops.muladd((number, 2 * columns * rows), (which, columns * rows), (column, rows))
-        beside = ops.muladd((first, head_dim), (ops.constant(size * head_dim), 1), (slot, 1))
+        entry = ops.muladd((first, head_dim), (slot, head_dim), (ops.constant(before), 1))
+        beside = ops.muladd((first, head_dim), (slot, 1))
         written = arith.cmpi(arith.CmpIPredicate.ne, there, ops.constant(0))
-        return written, ops.pointer_of(pool), ops.muladd((first, head_dim), (slot, head_dim)), beside
+        return written, ops.pointer_of(pool), entry, beside
 
     given = (request, group, there.astype(i32), number, slot, pool, layout, *new)
     byte_stores.store_rows(2 * columns, head_dim, new[0].dtype, given, source, target)

@@ -39,5 +39,5 @@ def append_reference(
     if not byte_pages.is_bytes(pool.dtype):
         return pool.at[*columns, slot].set(by_head.astype(pool.dtype), mode="drop")
     values, scales = byte_pages.quantise(by_head)
-    pool = pool.at[*columns, slot].set(values, mode="drop")
+    pool = pool.at[*columns, byte_pages.scale_rows(pool) + slot].set(values, mode="drop")
     return pool.at[*columns, *byte_pages.scale_at(pool, slot)].set(scales, mode="drop")

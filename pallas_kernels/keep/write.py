@@ -105,7 +105,7 @@ def _store_bytes(
 ) -> None:
     """The same entries into a pool of bytes; what stays is not touched."""
     _, _, columns, rows, head_dim = pool.shape
-    size = byte_pages.page_size(pool)
+    size, before = byte_pages.page_size(pool), byte_pages.scale_rows(pool) * head_dim
     entry, *given = place
     find = _finder(len(keys), keys[0].shape, tail.shape[3], columns, size, entry)
 
@@ -119,9 +119,10 @@ def _store_bytes(
         _, column, which, number, _, _, pool, *_ = given
         at = arith.addi(row, ops.constant(entry))
         first = ops.muladd((number, 2 * columns * rows), (which, columns * rows), (column, rows))
-        beside = ops.muladd((first, head_dim), (ops.constant(size * head_dim), 1), (at, 1))
+        place = ops.muladd((first, head_dim), (at, head_dim), (ops.constant(before), 1))
+        beside = ops.muladd((first, head_dim), (at, 1))
         written = arith.cmpi(arith.CmpIPredicate.sge, candidate, ops.constant(0))
-        return written, ops.pointer_of(pool), ops.muladd((first, head_dim), (at, head_dim)), beside
+        return written, ops.pointer_of(pool), place, beside
 
     arguments = (*given, pool, tail, source, *keys, *values)
     byte_stores.store_rows(step, head_dim, keys[0].dtype, arguments, come_from, target)

@@ -8,6 +8,7 @@ bytes
 become two floats by a permutation that puts 0x64 above each, which is 1024 plus the byte, and a subtraction.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,46 @@ f16, f32, i32 = jnp.float16, jnp.float32, jnp.int32
 ABOVE = 0x64646464  # 0x64 above a byte: 1024 plus it, in float16
 SUBTRACT = float(1024 + byte_pages.ZERO)
 SLAB = 64  # rows of an instruction, and columns of the operand that are unpacked at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """How a tile of pages lies in its rows: of each page those of its scales, then those of its entries."""
+
+    entries: int  # of the tile
+    page: int  # entries of a page
+    scale_rows: int
+    width: int  # bytes of a row
+
+    @property
+    def stride(self) -> int:
+        """Rows from page to page: loads go to multiples of 128 bytes."""
+        return -(-(self.scale_rows + self.page) * self.width // 128) * 128 // self.width
+
+    @property
+    def rows(self) -> int:
+        """Of the tile, rounded up so that a swizzle begins anew after them."""
+        return -(-self.entries // self.page * self.stride // 8) * 8
+
+    def row(self, entry: int) -> int:
+        """Of an entry."""
+        return entry // self.page * self.stride + self.scale_rows + entry % self.page
+
+    def _by_page(self, tile: jax.Ref) -> jax.Array:
+        """u8[pages, rows of a page, D] of a tile u8[D / width, rows, width], for the interpreter."""
+        pages = self.entries // self.page
+        held = tile[...][:, : pages * self.stride].swapaxes(0, 1).reshape(pages, self.stride, -1)
+        return held[:, : self.scale_rows + self.page]
+
+    def floats(self, tile: jax.Ref) -> jax.Array:
+        """What the bytes of a tile's entries count, f32[entries, D], for the interpreter."""
+        held = self._by_page(tile)[:, self.scale_rows :]
+        return held.reshape(self.entries, -1).astype(f32) - byte_pages.ZERO
+
+    def scales(self, tile: jax.Ref) -> jax.Array:
+        """The scale bytes of a tile i32[entries], for the interpreter."""
+        held = self._by_page(tile)[:, : self.scale_rows]
+        return held.reshape(len(held), -1)[:, : self.page].reshape(-1).astype(i32)
 
 
 def lines(tile: tuple[int, ...]) -> tuple[Any, ...]:
@@ -72,48 +113,50 @@ def _mapped(digits: list[tuple[int, int | None, int]]) -> Dimension:
     return dimension
 
 
-def unpack_keys(tile: jax.Ref, slab: int) -> jax.Array:
-    """Columns 64 `slab` and on, of the permuted dimensions, of a tile u8[D / width, entries, width]: f16[entries, 64].
+def unpack_keys(tile: jax.Ref, slab: int, paged: Paged) -> jax.Array:
+    """Columns 64 `slab` and on, of the permuted dimensions, of a tile u8[D / width, rows, width]: f16[entries, 64].
 
     A row of the tile takes all `width` bytes of a swizzled line.
     """
-    _, entries, width = tile.shape
+    _, rows, width = tile.shape
 
     def run(base: Any, lane: "_Lane") -> np.ndarray:
         per_half = width // 64
         half, piece = divmod(slab, per_half)
-        registers = np.empty((entries // 64, 8, 2), object)
-        for rows in range(entries // 64):
+        registers = np.empty((paged.entries // 64, 8, 2), object)
+        for part in range(paged.entries // 64):
             for eight in range(2):
-                row = lane.row(half * entries + 64 * rows + 8 * eight)
+                row = lane.plus(lane.row(paged, 64 * part + 8 * eight), half * rows)
                 column = lane.plus(lane.times(lane.j, 16 * per_half), 16 * piece)
                 words = lane.load(base, row, column, width, 4)
                 for step, word in enumerate(words):
-                    registers[rows, 2 * step, eight] = lane.floats(word, 0x4140)
-                    registers[rows, 2 * step + 1, eight] = lane.floats(word, 0x4342)
+                    registers[part, 2 * step, eight] = lane.floats(word, 0x4140)
+                    registers[part, 2 * step + 1, eight] = lane.floats(word, 0x4342)
         return registers
 
-    return _unpacked(tile, (entries, SLAB), run)
+    return _unpacked(tile, (paged.entries, SLAB), run)
 
 
-def unpack_values(tile: jax.Ref, slab: int) -> jax.Array:
-    """Entries 64 `slab` to 64 `slab` + 63 of a tile u8[D / width, entries, width]: f16[D, 64], dimensions permuted."""
-    halves, entries, width = tile.shape
+def unpack_values(tile: jax.Ref, slab: int, paged: Paged) -> jax.Array:
+    """Entries 64 `slab` to 64 `slab` + 63 of a tile u8[D / width, rows, width]: f16[D, 64], dimensions permuted."""
+    halves, rows, width = tile.shape
     head_dim = halves * width
 
     def run(base: Any, lane: "_Lane") -> np.ndarray:
         registers = np.empty((head_dim // 64, 8, 2), object)
         own = head_dim // 32  # bytes of an entry that are this thread's
+        if halves == 1:
+            half, column = lane.times(lane.warp, 0), lane.times(lane.warp, 8 * own)
+        else:  # two warps in each
+            half, column = lane.over(lane.warp, 2), lane.times(lane.beyond(lane.warp, 2), 8 * own)
+        column = arith.addi(column, lane.times(lane.g, own))
         for number in range(8):  # each: two entries side by side
             words = []
             for odd in range(2):
-                row = lane.plus(lane.times(lane.j, 2), 64 * slab + 8 * number + odd)
-                if halves == 1:
-                    half, column = lane.times(lane.warp, 0), lane.times(lane.warp, 8 * own)
-                else:  # two warps in each
-                    half, column = lane.over(lane.warp, 2), lane.times(lane.beyond(lane.warp, 2), 8 * own)
-                column = arith.addi(column, lane.times(lane.g, own))
-                row = arith.addi(row, lane.times(half, entries))
+                # All within 16 entries, which are of one page.
+                entry = 64 * slab + 8 * number + odd
+                row = lane.plus(lane.times(lane.j, 2), paged.row(entry))
+                row = arith.addi(row, lane.times(half, rows))
                 words.append(lane.load(base, row, column, width, own / 4))
             for word, (first, second) in enumerate(zip(*words, strict=True)):
                 low = lane.permute(first, second, 0x5140)
@@ -128,42 +171,35 @@ def unpack_values(tile: jax.Ref, slab: int) -> jax.Array:
     return _unpacked(tile, (head_dim, SLAB), run)
 
 
-def read_steps(scales: jax.Ref, page_size: int, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:
-    """What the elements of each entry's key and value are multiples of, f32[block] twice, from u8[pages, 2, rows, D]."""
-    pages, _, _, head_dim = scales.shape
-    layout = plgpu.Layout.WGMMA.reduce(1)
+def read_steps(tile: jax.Ref, paged: Paged, *, interpreted: bool) -> jax.Array:
+    """What the elements of each entry of a tile are multiples of, f32[entries]."""
+    held = paged.scales(tile) if interpreted else _read_scales(tile, paged)
+    return lax.bitcast_convert_type((held + byte_pages.OFFSET) << byte_pages.SHIFT, f32) * (
+        1 / byte_pages.STEPS
+    )
 
-    def steps(which: int) -> jax.Array:
-        if interpreted:
-            held = scales[...][:, which].reshape(pages, -1)[:, :page_size].reshape(-1).astype(i32)
-        else:
-            held = read(which)
-        return lax.bitcast_convert_type((held + byte_pages.OFFSET) << byte_pages.SHIFT, f32) * (
-            1 / byte_pages.STEPS
-        )
 
-    def read(which: int) -> jax.Array:
-        result = plgpu.ShapeDtypeStruct((pages * page_size,), i32, layout=layout)
+def _read_scales(tile: jax.Ref, paged: Paged) -> jax.Array:
+    layout, width = plgpu.Layout.WGMMA.reduce(1), tile.shape[-1]
+    result = plgpu.ShapeDtypeStruct((paged.entries,), i32, layout=layout)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-        def run(_: Any, scales: Any) -> Any:
-            word = ir.IntegerType.get_signless(32)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(lines(tile.shape)),), return_type=result)
+    def run(_: Any, tile: Any) -> Any:
+        word, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        base, lane = mgpu_utils.memref_ptr(tile), _Lane()
 
-            def at(position: Any) -> Any:
-                (entry,) = position
-                index = ir.IndexType.get()
-                c = lambda x: mgpu_utils.c(x, index)  # noqa: E731
-                page, place = arith.divui(entry, c(page_size)), arith.remui(entry, c(page_size))
-                byte = memref.load(
-                    scales, [page, c(which), arith.divui(place, c(head_dim)), arith.remui(place, c(head_dim))]
-                )
-                return arith.extui(word, byte)
+        def at(position: Any) -> Any:
+            entry = arith.index_cast(word, position[0])
+            place = lane.beyond(entry, paged.page)
+            row = lane.times(lane.over(entry, paged.page), paged.stride)
+            if paged.scale_rows > 1:
+                row = arith.addi(row, lane.over(place, width))
+                place = lane.beyond(place, width)
+            return arith.extui(word, llvm.load(byte, lane.address(base, row, place, width)))
 
-            return _by_element((pages * page_size,), layout.to_mgpu(), word, at)
+        return _by_element((paged.entries,), layout.to_mgpu(), word, at)
 
-        return run(scales)
-
-    return steps(0), steps(1)
+    return run(tile)
 
 
 def load_row(src: jax.Ref, dimension: Dimension) -> jax.Array:
@@ -220,9 +256,12 @@ class _Lane:
     def times(self, x: ir.Value, value: int) -> ir.Value:
         return arith.muli(x, self._constant(value))
 
-    def row(self, first: int) -> ir.Value:
-        """Row g of this warp's 16, of the 64 from `first` on."""
-        return self.plus(arith.addi(self.times(self.warp, 16), self.g), first)
+    def row(self, paged: Paged, first: int) -> ir.Value:
+        """The row in a tile of entry g of this warp's 16, of the 64 from `first` on."""
+        of_warp = self.plus(self.times(self.warp, 16), first)  # the 16 are of one page
+        page, place = self.over(of_warp, paged.page), self.beyond(of_warp, paged.page)
+        row = arith.addi(self.times(page, paged.stride), self.plus(place, paged.scale_rows))
+        return arith.addi(row, self.g)
 
     def over(self, x: ir.Value, value: int) -> ir.Value:
         return arith.divui(x, self._constant(value))
@@ -230,13 +269,17 @@ class _Lane:
     def beyond(self, x: ir.Value, value: int) -> ir.Value:
         return arith.remui(x, self._constant(value))
 
-    def load(self, base: Any, row: Any, column: Any, width: int, words: float) -> list[ir.Value]:
-        """`words` words (or half a one) at a row and column of swizzled lines."""
+    def address(self, base: Any, row: Any, column: Any, width: int) -> Any:
+        """Of a byte at a row and column of swizzled lines."""
         turn = self.beyond(self.over(row, 128 // width), width // 16)
         place = arith.xori(self.over(column, 16), turn)
         offset = arith.addi(self.times(row, width), self.times(place, 16))
         offset = arith.addi(offset, self.beyond(column, 16))
-        at = mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+        return mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+
+    def load(self, base: Any, row: Any, column: Any, width: int, words: float) -> list[ir.Value]:
+        """`words` words (or half a one) at a row and column of swizzled lines."""
+        at = self.address(base, row, column, width)
         if words < 1:
             half = llvm.load(ir.IntegerType.get_signless(16), at, alignment=2)
             return [arith.extui(self._i32, half)]

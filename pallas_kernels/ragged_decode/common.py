@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_decode.byte_ops import Paged
 from pallas_kernels.ragged_decode.tuning import Tuning
 
 i32, f32 = jnp.int32, jnp.float32
@@ -24,7 +25,7 @@ class Config:
     unit: int  # entries between possible borders of shares
     block: int  # entries of a tile
     packed: bool  # pages of bytes
-    scale_rows: int  # of a page's column, behind its entries
+    scale_rows: int  # of a page's column, before its entries
     num_shares: int
     merge_unroll: int
     scale: float
@@ -62,6 +63,11 @@ class Config:
         return min((512 - LOAD_REGISTERS) // self.turns // 8 * 8, 232)
 
     @property
+    def paged(self) -> Paged:
+        """How a tile of bytes lies in its rows."""
+        return Paged(self.block, self.page, self.scale_rows, self.head_dim // self.halves)
+
+    @property
     def halves(self) -> int:
         """Into which a tile's columns are divided: a swizzled line of shared memory has 128 bytes at most."""
         return self.head_dim // 128 if self.packed and self.head_dim > 128 else 1
@@ -70,7 +76,7 @@ class Config:
     def tile(self) -> tuple[int, ...]:
         """The shape of a tile of keys or values in shared memory."""
         if self.packed:
-            return self.halves, self.block, self.head_dim // self.halves
+            return self.halves, self.paged.rows, self.head_dim // self.halves
         return self.block, self.head_dim
 
 
@@ -81,19 +87,17 @@ class Refs(NamedTuple):
     sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
     q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
-    pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, P + scale rows, D]
+    pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, scale rows + P, D]
     sinks: Any  # f32[K, Gp], times log2(e)
     out: Any  # [items, G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[W, D, Gp] (2 W if merged outside)
     part_ml: Any  # f32[W, 2, Gp]
     q_s: Any = None  # [turns, Gp, D]
-    kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, block, D / halves]
+    kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, rows, D / halves], scales among them
     p_s: Any = None  # [turns, Gp, block]
     full: Any = None
     free: Any = None
-    scales_s: Any = None  # u8[slots, pages, 2, scale rows, D], of keys and values, beside the keys
-    scaled: Any = None  # barriers of these
     sums_s: Any = None  # f32[turns - 1, D, Gp], and what goes with them: what the others hand to the first
     sums_ml: Any = None  # f32[turns - 1, 2, Gp]
     meet: Any = None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import byte_pages, pieces
+from pallas_kernels import pieces
 from pallas_kernels.logits import LOG2E, log2_logits
 from pallas_kernels.pieces import LOW
 from pallas_kernels.ragged_decode import byte_ops, device_ops
@@ -58,8 +58,6 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         plgpu.Barrier(num_barriers=cfg.slots),
     ]
     if cfg.packed:
-        smem.append(plgpu.SMEM((cfg.slots, cfg.pages, 2, cfg.scale_rows, cfg.head_dim), dtype))
-        smem.append(plgpu.Barrier(num_arrivals=cfg.pages, num_barriers=cfg.slots))
         smem.append(plgpu.SMEM((cfg.turns - 1, cfg.head_dim, cfg.queries), f32))
         smem.append(plgpu.SMEM((cfg.turns - 1, 2, cfg.queries), f32))
         smem.append(plgpu.Barrier(num_barriers=2 * cfg.turns))
@@ -136,30 +134,36 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 acc, m_old, weights = carry
                 k, v = (lax.rem(2 * (done + t) + kv, slots) for kv in range(2))
                 plgpu.barrier_wait(refs.full.at[k])
-                steps = _steps(cfg, refs, k) if cfg.packed else None
+                key_steps = _steps(cfg, refs, k)
                 s = _logits(cfg, refs, k)
                 plgpu.barrier_arrive(refs.free.at[k])
+                if cfg.packed:  # the values' scales are wanted before the values
+                    plgpu.barrier_wait(refs.full.at[v])
+                value_steps = _steps(cfg, refs, v)
                 entry = plgpu.broadcasted_iota(i32, tile_shape, 0, layout=WGMMA)
                 at = base + t * cfg.block
                 seen = entry < limit - at
                 if cfg.skips:
                     seen &= entry >= item.skip - at
-                if steps:
-                    s = s * lax.broadcast_in_dim(steps[0], tile_shape, [0])
+                if key_steps is not None:
+                    s = s * lax.broadcast_in_dim(key_steps, tile_shape, [0])
                 s = log2_logits(s, cfg.scale, cfg.soft_cap)
-                if steps:  # the weights of what the bytes of values say; none is above 1, as float16 needs
-                    s = s + lax.broadcast_in_dim(jnp.log2(steps[1]), tile_shape, [0])
+                if (
+                    value_steps is not None
+                ):  # the weights of what the bytes of values say; none is above 1, as float16 needs
+                    s = s + lax.broadcast_in_dim(jnp.log2(value_steps), tile_shape, [0])
                 s = jnp.where(seen, s, LOW)
                 m = jnp.maximum(m_old, _over_rows(cfg, refs, "max", s))
                 fade = jnp.exp2(m_old - m)
                 p = jnp.exp2(s - _spread(m, tile_shape))
                 refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
                 plgpu.commit_smem()
-                if steps:
-                    p = p * lax.broadcast_in_dim(1.0 / steps[1], tile_shape, [0])
+                if value_steps is not None:
+                    p = p * lax.broadcast_in_dim(1.0 / value_steps, tile_shape, [0])
                 weights = weights * _spread(fade, tile_shape) + p  # summed over entries once, at the end
                 acc = acc * _spread(fade, out_shape)
-                plgpu.barrier_wait(refs.full.at[v])
+                if not cfg.packed:
+                    plgpu.barrier_wait(refs.full.at[v])
                 acc = acc + _weighted_values(cfg, refs, v)
                 plgpu.barrier_arrive(refs.free.at[v])
                 return acc, m, weights
@@ -236,8 +240,8 @@ def _logits(cfg: Config, refs: Refs, slot: Any) -> Any:
     if not cfg.packed:
         return _product(shape, keys, queries)
     if cfg.interpreted:
-        return _product(shape, _as_floats(refs, slot), queries)
-    return _product_unpacked(shape, byte_ops.unpack_keys, keys, refs.q_s)
+        return _product(shape, _as_floats(cfg, refs, slot), queries)
+    return _product_unpacked(cfg, shape, byte_ops.unpack_keys, keys, refs.q_s)
 
 
 def _weighted_values(cfg: Config, refs: Refs, slot: Any) -> Any:
@@ -246,8 +250,8 @@ def _weighted_values(cfg: Config, refs: Refs, slot: Any) -> Any:
     if not cfg.packed:
         return _product(shape, values.transpose((1, 0)), weights)
     if cfg.interpreted:
-        return _product(shape, _as_floats(refs, slot).transpose((1, 0)), weights)
-    return _product_unpacked(shape, byte_ops.unpack_values, values, refs.p_s)
+        return _product(shape, _as_floats(cfg, refs, slot).transpose((1, 0)), weights)
+    return _product_unpacked(cfg, shape, byte_ops.unpack_values, values, refs.p_s)
 
 
 def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:
@@ -258,30 +262,30 @@ def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
 
 
-def _product_unpacked(shape: tuple[int, int], unpack: Any, tile: Any, right: Any) -> Any:
+def _product_unpacked(cfg: Config, shape: tuple[int, int], unpack: Any, tile: Any, right: Any) -> Any:
     """The product of what `unpack` makes of a tile, 64 columns at a time, and `right` [columns of the result, depth]."""
 
     def run(ref: Any) -> Any:
         for slab in range(right.shape[1] // byte_ops.SLAB):
             depth = pl.ds(slab * byte_ops.SLAB, byte_ops.SLAB)
-            plgpu.wgmma(ref, unpack(tile, slab), right.at[:, depth].transpose((1, 0)))
+            plgpu.wgmma(ref, unpack(tile, slab, cfg.paged), right.at[:, depth].transpose((1, 0)))
             plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
         return ref[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
 
 
-def _as_floats(refs: Refs, slot: Any) -> Any:
-    held = refs.kv_s.at[slot][...].swapaxes(0, 1).reshape(refs.spare_s.shape)
-    refs.spare_s[...] = (held.astype(f32) - byte_pages.ZERO).astype(refs.spare_s.dtype)
+def _as_floats(cfg: Config, refs: Refs, slot: Any) -> Any:
+    refs.spare_s[...] = cfg.paged.floats(refs.kv_s.at[slot]).astype(refs.spare_s.dtype)
     plgpu.commit_smem()
     return refs.spare_s
 
 
-def _steps(cfg: Config, refs: Refs, slot: Any) -> tuple[Any, Any]:
-    """What bytes count in, of each entry's key and value."""
-    plgpu.barrier_wait(refs.scaled.at[slot])
-    return byte_ops.read_steps(refs.scales_s.at[slot], cfg.page, interpreted=cfg.interpreted)
+def _steps(cfg: Config, refs: Refs, slot: Any) -> Any:
+    """What the bytes of each entry of a tile count in, f32[block]; None where there are none."""
+    if not cfg.packed:
+        return None
+    return byte_ops.read_steps(refs.kv_s.at[slot], cfg.paged, interpreted=cfg.interpreted)
 
 
 def _leave_piece(refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:

@@ -57,10 +57,6 @@ def load(cfg: Config, refs: Refs) -> None:
                     def _(slot: Any = slot) -> None:
                         plgpu.barrier_wait(refs.free.at[slot])
 
-                    if cfg.packed and not kv:
-                        for u, page in enumerate(ids):
-                            rows = refs.pool.at[page, :, column, pl.ds(cfg.page, cfg.scale_rows)]
-                            plgpu.copy_gmem_to_smem(rows, refs.scales_s.at[slot, u], refs.scaled.at[slot])
                     held = limit - base - t * cfg.block
                     # What a slot's first load leaves out would be read as whatever lay there: it is whole.
                     whole = (held >= cfg.block) | (turn < slots)
@@ -101,9 +97,10 @@ def _load_page(
 
     def copy(count: int) -> None:
         src = refs.pool.at[page, kv, column]
+        count += cfg.scale_rows  # which come first
         if count < src.shape[0]:
             src = src.at[pl.ds(0, count)]
-        rows = pl.ds(place * cfg.page, count)
+        rows = pl.ds(place * (cfg.paged.stride if cfg.packed else cfg.page), count)
         if not cfg.packed:
             plgpu.copy_gmem_to_smem(src, refs.kv_s.at[slot, rows], refs.full.at[slot])
             return

@@ -105,10 +105,12 @@ def _unpack(pool: Any, out: Any, number: Any, column: Any, place: Any) -> None:
                 entry = arith.minui(arith.addi(own, ops.constant(first)), ops.constant(size - 1))
                 top = ops.muladd((number, 2 * columns), (ops.constant(which), columns), (column, 1))
                 top = arith.muli(top, ops.constant(rows * head_dim))
-                at = ops.muladd((top, 1), (entry, head_dim), (lane, VECTOR))
+                at = ops.muladd(
+                    (top, 1), (ops.constant(rows - size), head_dim), (entry, head_dim), (lane, VECTOR)
+                )
                 at = mgpu_utils.getelementptr(ops.pointer_of(pool), [at], byte)
                 bits = llvm.load(ir.VectorType.get((2,), ir.IntegerType.get_signless(32)), at, alignment=8)
-                beside = ops.muladd((top, 1), (ops.constant(size), head_dim), (entry, 1))
+                beside = ops.muladd((top, 1), (entry, 1))
                 beside = mgpu_utils.getelementptr(ops.pointer_of(pool), [beside], byte)
                 loaded.append((which, entry, bits, llvm.load(byte, beside)))
             for which, entry, bits, scale in loaded:

@@ -48,8 +48,9 @@ class Case:
         row = row.astype(np.float32)
         mantissa, exponent = np.frexp(np.abs(row).max())  # in [0.5, 1): eight steps are sixteenths
         largest = np.ldexp(np.ceil(mantissa * 16) / 16, exponent).astype(np.float32)
-        column[entry] = np.rint(row * (np.float32(127) / largest)) + 128
-        beside = column[self.page_size :].reshape(-1)  # a view
+        before = len(column) - self.page_size
+        column[before + entry] = np.rint(row * (np.float32(127) / largest)) + 128
+        beside = column[:before].reshape(-1)  # a view
         beside[entry] = (largest.view(np.int32) >> 20) - (110 << 3)
 
     def row(self, head: int, which: int, token: int) -> np.ndarray:

@@ -33,9 +33,9 @@ def check(got: Any, case: dict[str, Any], most: int, dtype: Any) -> None:
     for k, length in enumerate(np.asarray(case["lengths"])):
         for page in range(-(-length // size)):
             held = pool[table[case["first"][k] + page], :, case["column"][k]]
-            scale = held[:, size:].reshape(2, -1)[:, :size].astype(np.int32)
+            scale = held[:, :-size].reshape(2, -1)[:, :size].astype(np.int32)
             step = ((scale + (110 << 3)) << 20).view(np.float32)[..., None] / 127
-            want = (held[:, :size].astype(np.float64) - 128) * step
+            want = (held[:, -size:].astype(np.float64) - 128) * step
             np.testing.assert_allclose(
                 np.asarray(got[k * most + page, :, 0], np.float64),
                 want,
