@@ -3,7 +3,8 @@
 CTA `w` takes share `w` of the plan: an interval of the line of all KV entries of one layer. One warpgroup issues the loads
 of pages (TMA), one computes. Keys are the left operand of the matrix products: S^T = K Q^T and O^T = V^T P^T, so that a tile
 of 64 or more entries fills the instruction's 64 rows and the G queries are its columns (8 or 16 of them), where Q K^T would
-pad G to 64. Every operand comes from shared memory.
+pad G to 64. Every operand comes from shared memory; or keys and values do not, where they are bytes (`byte_ops`): then they
+become floats on their way into registers, and more than one warpgroup computes.
 
 A share is worked through from its back: the piece that another CTA waits for comes first. It leaves that piece in global
 memory and adds 1 to the counter of the CTA that holds the item's end; that CTA waits, folds in the pieces of its item in
@@ -148,9 +149,8 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 if key_steps is not None:
                     s = s * lax.broadcast_in_dim(key_steps, tile_shape, [0])
                 s = log2_logits(s, cfg.scale, cfg.soft_cap)
-                if (
-                    value_steps is not None
-                ):  # the weights of what the bytes of values say; none is above 1, as float16 needs
+                if value_steps is not None:
+                    # From here on the weights of what the values' bytes say: none is above 1, as float16 needs.
                     s = s + lax.broadcast_in_dim(jnp.log2(value_steps), tile_shape, [0])
                 s = jnp.where(seen, s, LOW)
                 m = jnp.maximum(m_old, _over_rows(cfg, refs, "max", s))
@@ -158,7 +158,7 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 p = jnp.exp2(s - _spread(m, tile_shape))
                 refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
                 plgpu.commit_smem()
-                if value_steps is not None:
+                if value_steps is not None:  # of the values themselves
                     p = p * lax.broadcast_in_dim(1.0 / value_steps, tile_shape, [0])
                 weights = weights * _spread(fade, tile_shape) + p  # summed over entries once, at the end
                 acc = acc * _spread(fade, out_shape)
@@ -203,9 +203,8 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
 
 def _over_rows(cfg: Config, refs: Refs, how: str, x: Any) -> Any:
     """The largest or the sum of each column of [*, Gp]."""
-    if (
-        cfg.turns > 1 and not cfg.interpreted
-    ):  # Pallas has one place for what warps exchange, for all warpgroups
+    # Pallas has one place for what warps exchange: not for several warpgroups at once.
+    if cfg.turns > 1 and not cfg.interpreted:
         return device_ops.reduce_rows(how, x, refs.exchange_s)
     return x.max(axis=0) if how == "max" else x.sum(axis=0)
 
