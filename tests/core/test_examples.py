@@ -51,7 +51,7 @@ def test_half_the_cache_and_an_end_by_eos():
     assert cache.tail.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("x64", ["0", "1"])
+@pytest.mark.parametrize("x64", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_the_example_runs_without_the_server(x64):
     """Also in a program that computes in 64 bits elsewhere."""
     script = "import runpy, sys; sys.argv = ['decode_step.py', '--tokens', '4', 'Hi']\n"

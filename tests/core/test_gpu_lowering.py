@@ -38,9 +38,14 @@ def kernels(text: str) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("scorer", ["snapkv", "expected_attention"])
 @pytest.mark.parametrize(
-    ("cluster", "dtype"), [("layer", jnp.bfloat16), ("model", jnp.bfloat16), ("model", jnp.uint8)]
+    ("scorer", "cluster", "dtype"),
+    [
+        ("snapkv", "layer", jnp.bfloat16),
+        ("expected_attention", "model", jnp.bfloat16),
+        ("snapkv", "model", jnp.uint8),
+    ],
+    ids=["sums", "moments", "bytes"],
 )
 def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
     profile = tj.BudgetProfile.from_ratios(

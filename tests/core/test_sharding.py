@@ -67,14 +67,12 @@ def check_tiny() -> None:
     config = tiny_config(num_layers=2, num_heads=8, num_kv_heads=4)
     params = random_params(config, 0)
     want, tokens = run(params, config, prompt=40, steps=6)
-    for size in (2, 4):
-        got, sharded = run(params, config, tensor_mesh(size), prompt=40, steps=6)
-        np.testing.assert_allclose(got, want, atol=1e-4)
-        assert sharded == tokens
+    got, sharded = run(params, config, tensor_mesh(2), prompt=40, steps=6)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert sharded == tokens
     got, sharded = run(params, config, tensor_mesh(4), prompt=40, steps=1, dtype=np.uint8)
-    np.testing.assert_allclose(
-        got, want, atol=0.2
-    )  # rounding to bytes moves logits by 0.04, a wrong head by 1
+    # Rounding to bytes moves logits by 0.04, a wrong head by 1.
+    np.testing.assert_allclose(got, want, atol=0.2)
     assert sharded == tokens[:2]
 
 

@@ -263,12 +263,10 @@ class CacheMachine(RuleBasedStateMachine):
             at = np.arange(n)
             page = table[index, first[m] + at // self.plan.page_size]
             assert (page >= 0).all()
-            slot = at % self.plan.page_size
-            taken = pool[page, :, :, slot]
+            slot, before = at % self.plan.page_size, pool.shape[3] - self.plan.page_size
+            taken = pool[page, :, :, before + slot]
             if self.name == "bytes":
-                scales = pool[
-                    page, :, :, self.plan.page_size + slot // CONFIG.head_dim, slot % CONFIG.head_dim
-                ]
+                scales = pool[page, :, :, slot // CONFIG.head_dim, slot % CONFIG.head_dim]
                 taken = np.concatenate([taken, scales[..., None]], axis=-1)
             out.append(np.where((self.plan.head_at[m] >= 0)[:, None], taken, 0))
         return out

@@ -13,7 +13,8 @@ def ask(question: int, length: int = 21) -> list[int]:
 
 def test_shared_prefixes_change_no_answer():
     with tiny_engine("full") as tiny:
-        first = [tiny.ask(ask(i), max_tokens=12) for i in range(2)]
+        with tiny.held():
+            first = [tiny.ask(ask(i), max_tokens=12) for i in range(2)]
         answers = [asked.wait()[0] for asked in first]
         assert [a.cached for a in answers] == [0, 140]
         answers += [tiny.answer(ask(i), max_tokens=12) for i in (2, 3)]

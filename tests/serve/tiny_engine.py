@@ -180,6 +180,20 @@ class TinyEngine:
         assert stats.compilations_after_warmup == 0
         assert int(self.runner.cache.num_free) >= self.engine._num_pages - stats.pages_used
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The engine waits: what is asked meanwhile it finds at once."""
+        gate = threading.Event()
+
+        def wait() -> None:
+            gate.wait(60)
+
+        self.engine._tell(wait)
+        try:
+            yield
+        finally:
+            gate.set()
+
     def forget(self) -> None:
         """Throw all stored sessions away."""
         done = threading.Event()
@@ -270,7 +284,8 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 
 def ask_all(tiny: "TinyEngine", prompts: list[list[int]], **sampling: Any) -> list[Answer]:
     """Answers of requests that run together."""
-    asked = [tiny.ask(prompt, **sampling) for prompt in prompts]
+    with tiny.held():
+        asked = [tiny.ask(prompt, **sampling) for prompt in prompts]
     answers = [a.wait()[0] for a in asked]
     tiny.settle()
     return answers
