@@ -1,10 +1,22 @@
-"""Tests marked `gpu` need what the kernels need: a Hopper GPU."""
+"""Tests marked `gpu` need what the kernels need: a Hopper GPU. All processes of a run share what they compile."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # The interpreter of GPU kernels runs each warpgroup in XLA's thread pool, where one that waits for another holds a thread:
 # with as many threads as cores, three warpgroups on two cores can wait for each other for good.
 os.environ.setdefault("NPROC", "8")
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers inherit its environment
+    _compiled = tempfile.mkdtemp(prefix="tangram-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": _compiled,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
 
 import jax
 import pytest
