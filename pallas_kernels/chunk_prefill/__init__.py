@@ -3,11 +3,12 @@
 import jax
 import numpy as np
 
+from pallas_kernels import byte_pages
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
 from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
-from pallas_kernels.support import check_attention as check_supported
+from pallas_kernels.support import check_attention
 
 __all__ = [
     "DEFAULT",
@@ -39,8 +40,8 @@ def chunk_prefill(
     Args:
       q: [T, K, G, D] queries after RoPE, bfloat16 or float16.
       k, v: [T, K, D] keys and values of the chunk, of the same dtype; more rows where the plan has keys before the queries.
-      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
-        (`pallas_kernels.byte_pages`), which have more rows than P.
+      pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Pages of bytes only the
+        reference takes: `pallas_kernels.unpack` makes pages for the kernel of them.
       plan: of this layer, `plan_chunk(...).layer(index)`, with the same q_shape and tuning: where the requests begin, where
         their history is, the window.
       scale: positive factor of the products q . k.
@@ -58,6 +59,20 @@ def chunk_prefill(
     from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 
     return chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=scale, soft_cap=soft_cap, tuning=tuning)
+
+
+def check_supported(
+    q_shape: tuple[int, ...],
+    q_dtype: jax.typing.DTypeLike,
+    pool_shape: tuple[int, ...],
+    pool_dtype: jax.typing.DTypeLike,
+    *,
+    device: jax.Device | None = None,
+) -> None:
+    """Raises NotImplementedError, naming the feature, where `chunk_prefill` has no kernel: q_shape (T, K, G, D)."""
+    if byte_pages.is_bytes(pool_dtype):
+        raise NotImplementedError("a pool of bytes: unpack its pages first (pallas_kernels.unpack)")
+    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device)
 
 
 def plan_chunk(

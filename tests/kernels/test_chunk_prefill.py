@@ -240,6 +240,8 @@ def test_unsupported_features_are_named():
     ]:
         with pytest.raises(NotImplementedError, match=words):
             cp.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+    with pytest.raises(NotImplementedError, match="a pool of bytes: unpack its pages first"):
+        cp.check_supported((8, 1, 4, 64), jnp.dtype("bfloat16"), (9, 2, 1, 17, 64), jnp.dtype("uint8"))
 
 
 def test_layers_share_one_kernel_text():
