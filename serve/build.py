@@ -190,7 +190,7 @@ def build_engine(
         chunk = _chunk_bytes(
             shape, min(batching.max_num_batched_tokens, max_model_len), jnp.dtype(dtype).itemsize
         )
-        if byte_pages.is_bytes(stores):  # a chunk unpacks the pages of one layer after another
+        if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
         free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()

@@ -50,12 +50,11 @@ def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str
     """What keeps our chunk kernel from these queries; None: nothing."""
     try:
         check_one_device(pool)
-        if byte_pages.is_bytes(pool.dtype):
+        shape, pool_dtype = pool.shape, pool.dtype
+        if byte_pages.is_bytes(pool_dtype):
             unpack.check_supported(pool, dtype)
-        shape = (*pool.shape[:3], byte_pages.page_size(pool), pool.shape[4])  # unpacked
-        chunk_prefill.check_supported(
-            q_shape, dtype, shape, dtype if byte_pages.is_bytes(pool.dtype) else pool.dtype
-        )
+            shape, pool_dtype = (*shape[:3], byte_pages.page_size(pool), shape[4]), dtype
+        chunk_prefill.check_supported(q_shape, dtype, shape, pool_dtype)
     except NotImplementedError as reason:
         return str(reason)
     return None

@@ -39,8 +39,8 @@ def append_mosaic_gpu(
     groups = heads.shape[0]
     layout = np.stack([first, capacity, *np.maximum(heads, 0).T], axis=1).astype(np.int32)  # [M, 2 + Hp]
     batch = lengths.shape[0]
-    packed = byte_pages.is_bytes(pool.dtype)
-    per_cta = 1 if packed else min(batch, REQUESTS)
+    # Bytes are quantised between load and store: no request's wait for another's.
+    per_cta = 1 if byte_pages.is_bytes(pool.dtype) else min(batch, REQUESTS)
     body = functools.partial(_kernel, per_cta, interpret is not None)
 
     def append(*refs: Any) -> None:  # the name that profiles show
