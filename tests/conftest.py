@@ -1,4 +1,7 @@
-"""Tests marked `gpu` need what the kernels need: a Hopper GPU. All processes of a run share what they compile."""
+"""Tests marked `gpu` need what the kernels need: a Hopper GPU. All processes of a run share what they compile.
+
+No test is timed: what is compiled at its first call takes longer there than at any other.
+"""
 
 import atexit
 import os
@@ -18,8 +21,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers 
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -99,7 +99,7 @@ def test_window(logits, behind, monkeypatch):
 decode = jax.jit(decode_attention, static_argnums=2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 40), st.integers(0, 40), st.floats(0.1, 1e4))
 def test_a_cap_bounds_the_weight_of_an_entry(first, second, size):
     """However large keys and queries are, no entry has more than exp(2 cap) times the weight of another."""

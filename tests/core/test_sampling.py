@@ -52,7 +52,7 @@ def kept_bounds(probs, top_k, top_p, min_p, slack=1e-5):
 shares = st.floats(0.0, 1.0, allow_subnormal=False)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     vocab=st.sampled_from([5, 128, 3000]),
     scale=st.sampled_from([0.01, 0.5, 3.0, 30.0]),

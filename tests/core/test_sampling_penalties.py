@@ -35,7 +35,7 @@ def reference_penalties(logits, prompt, output, repetition, presence, frequency)
     return out
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, 39), max_size=60),
     output=st.lists(st.integers(0, 39), max_size=30),

@@ -217,7 +217,7 @@ def test_scores_of_capped_logits(scorer, case):
     assert np.nanmax(np.abs(scores - score(scorer, dataclasses.replace(x, soft_cap=None)))) > 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.floats(1.0, 60.0),
     st.floats(-2.0, 2.0),

@@ -313,7 +313,6 @@ def run(name, examples, steps, derandomize):
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             database=None,
             derandomize=derandomize,

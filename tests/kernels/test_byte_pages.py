@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 from pallas_kernels import append, byte_pages, chunk_prefill, keep, ragged_decode
@@ -17,7 +17,6 @@ from tests.kernels import chunk_cases, keep_cases, ragged_cases
 FINITE = st.floats(-30000, 30000, width=32, allow_subnormal=False)
 
 
-@settings(deadline=None)
 @given(hnp.arrays(np.float32, (3, 8), elements=FINITE))
 def test_no_element_is_off_by_more_than_half_a_step(x: np.ndarray) -> None:
     values, scales = byte_pages.quantise(jnp.asarray(x))

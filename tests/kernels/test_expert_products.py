@@ -19,7 +19,7 @@ from tests.kernels.expert_cases import make_case, relative_error
 PACKED = {"packed": True, "like_gpt_oss": True}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_plan(data):
     """Every token's row belongs to its expert's blocks, and no two blocks have a row in common."""

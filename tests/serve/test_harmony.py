@@ -124,7 +124,7 @@ OPTIONS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(SOUP, st.lists(st.integers(0, 999), max_size=12), OPTIONS)
 def test_any_cutting_reads_the_same(text, cuts, options):
     whole = read(text, **options)
@@ -132,7 +132,7 @@ def test_any_cutting_reads_the_same(text, cuts, options):
     assert read(text, cuts=None, **options) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*MARKS.values(), "word "]), max_size=12), OPTIONS)
 def test_no_text_is_lost(pieces, options):
     """Whatever the markers around it; but what stands in a header that a message comes after is its role or type."""
@@ -153,7 +153,7 @@ MESSAGES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(MESSAGES, st.dictionaries(TEXT, st.integers(), max_size=3).map(json.dumps), st.booleans())
 def test_what_is_written_is_read(messages, arguments, calls):
     written = [f"<|channel|>{channel}<|message|>{text}<|end|>" for channel, text in messages]

@@ -318,7 +318,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_json_is_accepted_or_refused_with_an_api_error(data):
     """No JSON value makes the parser fail in another way."""

@@ -30,7 +30,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 stops_of = lambda alphabet: st.lists(st.text(alphabet, min_size=1, max_size=6), min_size=1, max_size=4)  # noqa: E731
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.text("ab", max_size=40), stops_of("ab"), st.lists(st.integers(0, 99), max_size=12), st.booleans())
 def test_any_chunking_finds_the_same_stop(text, stops, cuts, include):
     expected, matched = scan_whole(text, stops, include)
@@ -46,7 +46,7 @@ def test_any_chunking_finds_the_same_stop(text, stops, cuts, include):
     assert shown == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.text("aé🙂 ", max_size=20),
     stops_of("aé🙂 "),

@@ -155,7 +155,7 @@ OBJECTS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.dictionaries(
         st.sampled_from(["tools", "tool_choice", "parallel_tool_calls", "guided_regex"]), OBJECTS

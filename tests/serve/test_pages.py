@@ -128,7 +128,7 @@ operation = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(st.lists(operation, min_size=10, max_size=50))
 def test_the_book_says_what_the_cache_says(operations):
     both = Both()

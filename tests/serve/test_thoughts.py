@@ -92,7 +92,7 @@ SOUP = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(SOUP, st.sampled_from(BEGINNINGS), st.lists(st.integers(0, 999), max_size=12), st.booleans())
 def test_any_cutting_reads_the_same(text, beginning, cuts, calls):
     whole = read(beginning, text, calls=calls)

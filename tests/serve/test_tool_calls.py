@@ -120,7 +120,7 @@ SOUP = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     SOUP,
     st.sampled_from(["hermes", "llama3_json", "mistral"]),
@@ -148,7 +148,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(CALLS, st.sampled_from(sorted(FORMATS)), st.lists(st.integers(0, 999), max_size=8), st.booleans())
 def test_what_is_written_is_read(calls, name, cuts, single):
     form = FORMATS[name]
