@@ -14,6 +14,7 @@ Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clu
 import argparse
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
-from benchmarks.gpu_timing import read_roof, trace_kernels
+from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
@@ -95,7 +96,7 @@ def measure(
     )
     for row in range(batch):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
-    cache = cache.replace(tokens=jnp.full(batch, tokens, jnp.int32))
+    cache = replace(cache, tokens=jnp.full(batch, tokens, jnp.int32))
     rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
     @partial(jax.jit, donate_argnums=1)
@@ -138,7 +139,7 @@ def measure(
         "floor_ms": round(floor * 1e3, 3),
         "ratio": round(took / floor, 3),
         "pool_gib": round(num_pages * page_bytes / 2**30, 1),
-        "temp_gib": round(program.memory_analysis().temp_size_in_bytes / 2**30, 2),
+        "temp_gib": round(temporary_bytes(program) / 2**30, 2),
         "compile_s": round(compiled, 1),
     }
 
@@ -158,7 +159,7 @@ def print_profile(
     program: Any, params: Any, cache: tj.Cache, chosen: jax.Array
 ) -> tuple[jax.Array, tj.Cache]:
     """Where the GPU's time of one step goes: kernels of one name together, longest first."""
-    state = [chosen, cache]
+    state: list[Any] = [chosen, cache]
 
     def run() -> jax.Array:
         for _ in range(4):
@@ -196,7 +197,7 @@ def main() -> None:
         flush=True,
     )
     params = random_weights(config)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index in args.cases:
         batch, tokens = CASES[index]
         for retention in (1.0, 0.25):

@@ -14,6 +14,7 @@ compared with those of our kernel for bfloat16. GPT-OSS's have its biases and ac
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,7 +58,8 @@ def both_us(
     biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
 
     def products(x: jax.Array, w: jax.Array, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
-        given = plan._replace(**dict(zip(("expert", "first", "counts", "ends"), blocks, strict=True)))
+        expert, first, counts, ends = blocks
+        given = plan._replace(expert=expert, first=first, counts=counts, ends=ends)
         limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
         return ep.expert_products(x, w, given, tuning=tuning, bias=bias, limit=limit)
 
@@ -105,7 +107,7 @@ def measure(
             )  # fmt: skip
 
         tiles = [64, 128] if len(x) >= 128 else [64]
-        row["pallas_us"] = min(library_us(lambda *a, r=r: pallas(*a, r), x, flat, sizes) for r in tiles)
+        row["pallas_us"] = min(library_us(partial(pallas, rows=rows), x, flat, sizes) for rows in tiles)
         row |= {f"x_{name}": row[f"{name}_us"] / first for name in ("ragged_dot", "pallas")}
     return row
 

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tangram_jax as tj
 from benchmarks.decode_step import first_layers, ragged
+from benchmarks.gpu_timing import temporary_bytes
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.params import abstract_params
@@ -181,7 +182,7 @@ def main() -> None:
         print(
             f"a loop of unknown length{' (the server has it in a CUDA graph)' * bool(args.sampling)}: {origin}"
         )
-    temporary = program.memory_analysis().temp_size_in_bytes
+    temporary = temporary_bytes(program)
     print(f"{len(listed)} kernels and copies, temporary memory {temporary / 1e6:.1f} MB")
 
 

@@ -30,6 +30,11 @@ def trace_kernels(run: Callable[[], Any]) -> dict[str, list[float]]:
     return dict(times)
 
 
+def temporary_bytes(program: Any) -> int:
+    """Memory that a compiled program takes beside its arguments and results."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
 def flush_buffer(megabytes: int = 256) -> jax.Array:
     """Something larger than any L2, to be read between two timed kernels."""
     return jax.random.normal(jax.random.PRNGKey(0), (megabytes * 2**19,), jnp.bfloat16)

@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ import numpy as np
 
 import tangram_jax as tj
 from benchmarks.decode_step import ragged, random_weights
-from benchmarks.gpu_timing import trace_kernels
+from benchmarks.gpu_timing import temporary_bytes, trace_kernels
 from benchmarks.shapes import LLAMA_8B
 from models.config import ModelConfig
 from models.logits import AttentionLogits
@@ -68,8 +69,10 @@ class Case:
 
     def set_counts(self, tail: int) -> None:
         """Every row at HISTORY tokens under the plan, and `tail` whole ones."""
-        self.cache = self.cache.replace(
-            tokens=jnp.full(BATCH + 1, HISTORY, jnp.int32), tail=jnp.full(BATCH + 1, tail, jnp.int32)
+        self.cache = replace(
+            self.cache,
+            tokens=jnp.full(BATCH + 1, HISTORY, jnp.int32),
+            tail=jnp.full(BATCH + 1, tail, jnp.int32),
         )
 
 
@@ -94,14 +97,14 @@ def parts(case: Case, scorer: Scorer) -> dict[str, tuple[Callable[..., Any], tup
 
     def write(cache: tj.Cache, order: Any, tail_kv: Any, keys: Any, values: Any) -> Any:
         after = compress.write(plan, cache, what(cache), order, tail_kv, keys, values)
-        return (), after.replace(tokens=cache.tokens, tail=cache.tail)
+        return (), replace(after, tokens=cache.tokens, tail=cache.tail)
 
     def append(cache: tj.Cache, new: Any) -> Any:
         rows = jnp.arange(len(new[0]))
         lengths = plan.lengths(cache.tokens[rows]) + cache.tail[rows, None]
         slots = compress.Slots(rows, lengths, cache.tokens[rows] + cache.tail[rows])
         after = compress.append(plan, cache, slots, new)
-        return (), after.replace(tail=cache.tail)
+        return (), replace(after, tail=cache.tail)
 
     def output(function: Callable[..., Any], *arguments: Any) -> Any:  # without the cache: it would be a copy
         return jax.jit(lambda *given: function(*given)[0])(case.cache, *arguments)
@@ -136,7 +139,7 @@ def busy(
     if names:
         for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:20]:
             print(f"      {sum(times) / CALLS:9.1f} us {len(times) / CALLS:6.1f} x  {name[:90]}")
-    temporary = program.memory_analysis().temp_size_in_bytes / 2**30
+    temporary = temporary_bytes(program) / 2**30
     return sum(sum(times) for times in kernels.values()) / CALLS, temporary
 
 
@@ -149,7 +152,7 @@ def step_us(case: Case, params: Any, scorer: Scorer, names: bool) -> tuple[float
             params, case.config, case.plan, cache,
             scorer=scorer, row=jnp.int32(ROW), tokens=tokens, count=jnp.int32(case.chunk),
         )  # fmt: skip
-        return out, after.replace(tokens=cache.tokens, tail=cache.tail)
+        return out, replace(after, tokens=cache.tokens, tail=cache.tail)
 
     return busy(case, run, (params, tokens), names)
 
@@ -174,18 +177,19 @@ def layer_us(case: Case) -> tuple[float, float]:
             return _after_attention(layer, x + (k.sum() + v.sum()), q, None, config)
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
-        pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column)
+        most = max(cache.layout.capacity)
+        pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column, most)
         attention = ChunkAttention(q.shape, q.dtype, pages, AttentionLogits.of(config))
         out, lse = attention(0, q, k, v)
         return _after_attention(layer, x, out.astype(x.dtype), None, config) + lse.sum().astype(x.dtype)
 
-    result = []
-    for attention in (False, True):
-        program = jax.jit(run, static_argnums=3).lower(case.cache, layer, hidden, attention).compile()
+    def kernels_us(attend: bool) -> float:
+        program = jax.jit(run, static_argnums=3).lower(case.cache, layer, hidden, attend).compile()
         jax.block_until_ready(program(case.cache, layer, hidden))
-        kernels = trace_kernels(lambda p=program: [p(case.cache, layer, hidden) for _ in range(CALLS)])
-        result.append(sum(sum(times) for times in kernels.values()) / CALLS)
-    return result[0], result[1]
+        kernels = trace_kernels(lambda: [program(case.cache, layer, hidden) for _ in range(CALLS)])
+        return sum(sum(times) for times in kernels.values()) / CALLS
+
+    return kernels_us(False), kernels_us(True)
 
 
 def main() -> None:

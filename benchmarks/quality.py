@@ -274,7 +274,9 @@ def report(setups: list[Setup], arguments: argparse.Namespace, console: Console)
             table.add_row(setup.label, f"{entries:.3f}", f"{setup.memory(tokens):.3f}", *map(_text, row))
         console.print(table)
         for setup in setups:
-            for key in ("nll", "kl") if setup.against else ():
+            for key in ("nll", "kl"):
+                if setup.against is None:
+                    continue
                 less = np.subtract(setup.against.results[key], setup.results[key])
                 wins = int((less > 0).sum())
                 console.print(f"{key} of {setup.against.label} minus {setup.label}: {_text(less)}")

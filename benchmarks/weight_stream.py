@@ -91,7 +91,8 @@ def stream(
         def body(buffer: Any, full: Any, free: Any) -> None:
             @pl.when(lax.axis_index("wg") == 0)
             def _() -> None:
-                def one(n: Any, _: Any) -> None:
+                def one(n: Any, carry: Any) -> None:
+                    del carry
                     slot = lax.rem(n, i32(slots))
 
                     @pl.when(n >= slots)
@@ -108,7 +109,8 @@ def stream(
 
             @pl.when(lax.axis_index("wg") == 1)
             def _() -> None:
-                def one(n: Any, _: Any) -> None:
+                def one(n: Any, carry: Any) -> None:
+                    del carry
                     slot = lax.rem(n, i32(slots))
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
