@@ -116,14 +116,13 @@ def test_output_dtype_follows_the_queries():
     assert relative_error(out, case.expected()[0]) < 6e-3
 
 
-def test_pool_beyond_2_to_31_elements():
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
+def test_pool_beyond_2_to_31_elements(packed):
     num_pages, page, head_dim = 70_000, 64, 128
-    shape = (num_pages, 2, 2, page, head_dim)
-    assert np.prod(shape) > 2**31
-    case = make_case([[3000, 3000], [500, 500]], page_size=page, head_dim=head_dim)
-    pages = np.asarray(case.pool)
-    shift = num_pages - pages.shape[0]  # the far end of the pool
-    place = jax.jit(lambda x: jnp.zeros(shape, jnp.bfloat16).at[shift:].set(x))
+    case = make_case([[3000, 3000], [500, 500]], page_size=page, head_dim=head_dim, packed=packed)
+    assert num_pages * case.pool[0].size > 2**31
+    shift = num_pages - case.pool.shape[0]  # the far end of the pool
+    place = jax.jit(lambda x: jnp.zeros((num_pages, *x.shape[1:]), x.dtype).at[shift:].set(x))
     want = case.expected()[0]
     case.pool, case.table = place(case.pool), case.table + shift
     out, _ = run(case)
