@@ -2,7 +2,8 @@
 
 One pool serves all layers and groups. A request (or a stored session) is a row of the flat ragged table, with a fixed
 stretch of columns for each group. Two numbers say what a row holds: `tokens`, the count that has been compressed under
-the plan, and `tail`, how many came after and are kept whole; group m holds plan.lengths(tokens)[m] + tail entries. The
+the plan, and `tail`, how many came after and are kept whole; group m holds plan.lengths(tokens, budgets)[m] + tail
+entries, where the row's `budgets` are the plan's unless it was given others while it was empty (`set_budgets`). The
 last ones, min(window, length) + tail of them, are the most recent positions in order, the same for every head. The groups
 of sliding-window layers stand at the end of a row and keep rings instead (`rings.py`).
 
@@ -66,6 +67,7 @@ class Cache:
     owners: jax.Array  # i32[num_pages]: how many rows own each page
     tokens: jax.Array  # i32[rows]: tokens under the plan's law
     tail: jax.Array  # i32[rows]: tokens since, kept whole (down to -window after a rollback)
+    budgets: jax.Array  # i32[rows, M]: of each group, in parts per million
     layout: RowLayout = struct.field(pytree_node=False)
 
     @property
@@ -77,9 +79,15 @@ class Cache:
         return self.table.shape[0]
 
 
-def row_layout(plan: CachePlan, max_tokens: int, max_tail: int) -> RowLayout:
-    """Columns for rows that hold up to `max_tokens` tokens, at most `max_tail` of them in the tail."""
-    entries = np.minimum(plan.lengths(max_tokens) + max_tail, max_tokens)
+def row_layout(
+    plan: CachePlan, max_tokens: int, max_tail: int, budgets: np.ndarray | None = None
+) -> RowLayout:
+    """Columns for rows that hold up to `max_tokens` tokens, at most `max_tail` of them in the tail.
+
+    `budgets` i32[M]: the rows' own, by default the largest that any may have.
+    """
+    budgets = plan.most_ppm if budgets is None else budgets
+    entries = np.minimum(plan.lengths(max_tokens, budgets) + max_tail, max_tokens)
     rings = plan.group_pages(max_tokens)[plan.num_groups :]
     pages = [*-(-entries // plan.page_size), *rings]
     return RowLayout(tuple(int(p) for p in pages), max_tokens, max_tail)
@@ -132,6 +140,7 @@ def init_cache(
         owners=jnp.zeros(num_pages, jnp.int32),
         tokens=jnp.zeros(max_requests, jnp.int32),
         tail=jnp.zeros(max_requests, jnp.int32),
+        budgets=jnp.tile(jnp.asarray(plan.group_ppm), (max_requests, 1)),
         layout=layout,
     )
 
@@ -177,9 +186,10 @@ def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
     return replace(cache, owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
 
 
-def _columns(plan: CachePlan, cache: Cache, tokens: jax.Array, tail: jax.Array) -> jax.Array:
-    """bool[R]: the columns that plan.group_pages(tokens, tail) pages of each group fill."""
-    needed = jnp.minimum(plan.group_pages(tokens, tail), np.asarray(cache.layout.capacity, np.int32))
+def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> jax.Array:
+    """bool[R]: the columns of `row` that plan.group_pages(tokens, tail) pages of each group fill."""
+    pages = plan.group_pages(tokens, tail, cache.budgets[row])
+    needed = jnp.minimum(pages, np.asarray(cache.layout.capacity, np.int32))
     return jnp.asarray(cache.layout.index) < needed[cache.layout.group]
 
 
@@ -189,7 +199,7 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 
     The caller has counted: the missing pages must be free, or none is taken. A row's capacity bounds each group.
     """
-    wanted = _columns(plan, cache, tokens, tail)
+    wanted = _columns(plan, cache, row, tokens, tail)
     pages = cache.table[row]
     cache, fresh = _take_pages(cache, wanted & (pages == NO_PAGE))
     return replace(cache, table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
@@ -199,15 +209,14 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group."""
     pages = cache.table[row]
-    given = (pages != NO_PAGE) & ~_columns(plan, cache, tokens, tail)
+    given = (pages != NO_PAGE) & ~_columns(plan, cache, row, tokens, tail)
     cache = _return_pages(cache, pages, given)
     return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
-    """Give back every page of `row` and forget its tokens."""
-    del plan
+    """Give back every page of `row`, and forget its tokens and what budgets it had of its own."""
     pages = cache.table[row]
     cache = _return_pages(cache, pages, pages != NO_PAGE)
     return replace(
@@ -215,7 +224,14 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
         table=cache.table.at[row].set(NO_PAGE),
         tokens=cache.tokens.at[row].set(0),
         tail=cache.tail.at[row].set(0),
+        budgets=cache.budgets.at[row].set(plan.group_ppm),
     )
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Array) -> Cache:
+    """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released."""
+    return replace(cache, budgets=cache.budgets.at[row].set(jnp.minimum(budgets, plan.most_ppm)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -229,7 +245,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     layout, size = cache.layout, plan.page_size
     pages = cache.table[src]
     held = pages != NO_PAGE
-    full = plan.shared_group_pages(cache.tokens[src])
+    full = plan.shared_group_pages(cache.tokens[src], cache.budgets[src])
     shared = held & (layout.index < full[layout.group])
     enough = (held & ~shared).sum() <= cache.num_free
     shared &= enough
@@ -240,6 +256,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
         table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
         tokens=cache.tokens.at[dst].set(jnp.where(enough, cache.tokens[src], 0)),
         tail=cache.tail.at[dst].set(jnp.where(enough, cache.tail[src], 0)),
+        budgets=cache.budgets.at[dst].set(cache.budgets[jnp.where(enough, src, dst)]),
     )
     # The pages to copy lie together: at most this many of each group, from its first unshared page on.
     most = -(-(plan.window + layout.max_tail) // size) + 1

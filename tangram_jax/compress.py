@@ -59,8 +59,8 @@ def tail_capacity(plan: CachePlan, cache: Cache) -> int:
 def candidates(plan: CachePlan, cache: Cache, row: jax.Array, chunk: int, count: jax.Array) -> Candidates:
     """What a chunk of `chunk` token slots, `count` of them valid, lays open for decision in `row`."""
     capacity = tail_capacity(plan, cache)
-    tokens, tail = cache.tokens[row], cache.tail[row]
-    unlocked = plan.lengths(tokens) - plan.locked(tokens) + tail  # [M]
+    tokens, tail, budgets = cache.tokens[row], cache.tail[row], cache.budgets[row]
+    unlocked = plan.lengths(tokens, budgets) - plan.locked(tokens, budgets) + tail  # [M]
     c = np.arange(capacity + chunk)
     valid = (c >= capacity - unlocked[:, None]) & (c < capacity + count)
     before = tokens + tail
@@ -73,7 +73,7 @@ def read_tail(plan: CachePlan, cache: Cache, row: jax.Array, dtype: Any) -> jax.
     Columns of entries that do not exist hold whatever lies in some page.
     """
     capacity, layout = tail_capacity(plan, cache), cache.layout
-    length = plan.lengths(cache.tokens[row]) + cache.tail[row]  # [M]
+    length = plan.lengths(cache.tokens[row], cache.budgets[row]) + cache.tail[row]  # [M]
     entry = length[:, None] - capacity + np.arange(capacity)  # [M, W]
     groups = slice(0, plan.num_groups)
     entry = jnp.clip(entry, 0, np.asarray(layout.capacity)[groups, None] * plan.page_size - 1)
@@ -103,7 +103,9 @@ class Counts(NamedTuple):
 def counts(plan: CachePlan, cache: Cache, what: Candidates) -> Counts:
     """The counts of the row and chunk of `what`."""
     after = what.before + what.valid_tokens
-    before, locked, length = plan.locked(cache.tokens[what.row]), plan.locked(after), plan.lengths(after)
+    budgets = cache.budgets[what.row]
+    before = plan.locked(cache.tokens[what.row], budgets)
+    locked, length = plan.locked(after, budgets), plan.lengths(after, budgets)
     return Counts(before, jnp.maximum(locked - before, 0), length - locked, length)
 
 

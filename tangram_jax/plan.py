@@ -5,7 +5,7 @@ many entries each group holds as a function of the token count alone (invariant 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ class CachePlan:
     column_of: np.ndarray  # int32[L, K]
     group_budgets: np.ndarray  # f32[M], the largest budget in each group
     group_ppm: np.ndarray  # int32[M], group_budgets in parts per million
+    scaled: BudgetProfile  # what `budgets_at` scales
+    max_retention: float  # the largest retention that a row may have of its own; 0: none
+    most_ppm: np.ndarray  # int32[M], the largest budgets that a row may have
     rings: Rings | None = None  # their groups follow the M compressed ones in a row of the cache's table
 
     @classmethod
@@ -69,6 +72,8 @@ class CachePlan:
         window: int = 32,
         min_entries: int | None = None,
         sliding: SlidingLayers | None = None,
+        scaled: BudgetProfile | None = None,
+        max_retention: float = 0.0,
     ) -> "CachePlan":
         """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
 
@@ -76,8 +81,9 @@ class CachePlan:
         them as they come. Where the heads do not divide evenly, the group of the smallest budgets (or the last one,
         for "adjacent") has empty columns. `min_entries` is `sinks + window` if None: with fewer, a group that is still
         as small as the window at the end of a chunk loses the first positions for good. `sliding`: the model's
-        sliding-window layers (`SlidingLayers.of(config)`), for which the profile has no rows. Raises ValueError on values
-        out of range.
+        sliding-window layers (`SlidingLayers.of(config)`), for which the profile has no rows. `max_retention` > 0: rows
+        may have budgets of their own up to there (`budgets_at`), made from `scaled`, by default the profile itself; heads
+        with equal budgets are put together by that. Raises ValueError on values out of range.
         """
         min_entries = sinks + window if min_entries is None else min_entries
         if cluster not in CLUSTERS:
@@ -92,8 +98,15 @@ class CachePlan:
             if int(value) != value or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
         heads_per_page, page_size = int(heads_per_page), int(page_size)
+        if not 0.0 <= max_retention <= 1.0:
+            raise ValueError(f"max_retention is a kept fraction, 0 for none; got {max_retention}")
         budgets = np.asarray(profile.budgets, np.float32)
         layers, heads = budgets.shape
+        scaled = scaled or profile
+        if scaled.budgets.shape != budgets.shape:
+            raise ValueError(
+                f"the profile has budgets {budgets.shape}, the one to be scaled {scaled.budgets.shape}"
+            )
         group_of = np.empty(layers * heads, np.int32)
         column_of = np.empty(layers * heads, np.int32)
         next_group = 0
@@ -101,7 +114,8 @@ class CachePlan:
             if cluster == "adjacent":
                 order, skip = block, 0
             else:
-                order = block[np.argsort(budgets.reshape(-1)[block], kind="stable")]
+                keys = scaled.budgets.reshape(-1)[block], budgets.reshape(-1)[block]
+                order = block[np.lexsort(keys)]
                 skip = -len(block) % heads_per_page
             at = np.arange(len(block)) + skip
             group_of[order] = next_group + at // heads_per_page
@@ -109,7 +123,8 @@ class CachePlan:
             next_group += -(-len(block) // heads_per_page)
         group_budgets = np.zeros(next_group, np.float32)
         np.maximum.at(group_budgets, group_of, budgets.reshape(-1))
-        return cls(
+        group_ppm = _parts_per_million(group_budgets)
+        plan = cls(
             profile=profile,
             heads_per_page=heads_per_page,
             page_size=page_size,
@@ -120,9 +135,37 @@ class CachePlan:
             group_of=group_of.reshape(layers, heads),
             column_of=column_of.reshape(layers, heads),
             group_budgets=group_budgets,
-            group_ppm=np.rint(group_budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32),
+            group_ppm=group_ppm,
+            scaled=scaled,
+            max_retention=float(max_retention),
+            most_ppm=group_ppm,
             rings=Rings.build(sliding, heads, heads_per_page, page_size, int(window)) if sliding else None,
         )
+        if not max_retention:
+            return plan
+        return replace(plan, most_ppm=np.maximum(group_ppm, plan._budgets_at(plan.max_retention)))
+
+    def budgets_at(self, retention: float | None) -> np.ndarray:
+        """int32[M]: the groups' budgets of a row with a retention of its own, in parts per million; None: the plan's.
+
+        The heads rank as in `scaled`, and each layer's mean is `retention` (`BudgetProfile.normalized`), before heads are
+        grouped. Raises ValueError outside of (0, max_retention].
+        """
+        if retention is None:
+            return self.group_ppm
+        if not 0.0 < retention <= self.max_retention:
+            raise ValueError(
+                f"a retention of {retention} is out of range: "
+                + (f"at most {self.max_retention}" if self.max_retention else "rows have none of their own")
+            )
+        budgets = np.minimum(self._budgets_at(retention), self.most_ppm)
+        return self.group_ppm if np.array_equal(budgets, self.group_ppm) else budgets
+
+    def _budgets_at(self, retention: float) -> np.ndarray:
+        heads = replace(self.scaled, retention=retention).normalized().budgets
+        groups = np.zeros(self.num_groups, np.float32)
+        np.maximum.at(groups, self.group_of.reshape(-1), heads.reshape(-1))
+        return _parts_per_million(groups)
 
     @property
     def num_groups(self) -> int:
@@ -141,39 +184,41 @@ class CachePlan:
         table[self.group_of.reshape(-1), self.column_of.reshape(-1)] = np.arange(self.group_of.size)
         return table
 
-    def lengths(self, tokens: Any) -> Any:
+    def lengths(self, tokens: Any, budgets: Any = None) -> Any:
         """Entries of each group after `tokens` prompt tokens: int32[..., M] for tokens int32[...].
 
+        `budgets` int32[..., M]: those of the rows in question (`budgets_at`, `Cache.budgets`), by default the plan's.
         A pure function of the count: an int or NumPy array gives NumPy, a JAX array (traced or not) gives JAX.
         """
+        ppm = self.group_ppm if budgets is None else budgets
         if isinstance(tokens, int | np.integer | np.ndarray):
             n = np.asarray(tokens)
             if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
                 raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
-            ppm = self.group_ppm.astype(np.int64)
-            return kept_entries(ppm, n[..., None].astype(np.int64), self.min_entries).astype(np.int32)
-        return kept_entries(self.group_ppm, tokens[..., None], self.min_entries)
+            entries = n[..., None].astype(np.int64)
+            return kept_entries(ppm.astype(np.int64), entries, self.min_entries).astype(np.int32)
+        return kept_entries(ppm, tokens[..., None], self.min_entries)
 
-    def locked(self, tokens: Any) -> Any:
+    def locked(self, tokens: Any, budgets: Any = None) -> Any:
         """Entries of each group that are never decided on again: int32[..., M]; the rest is the trailing window."""
-        lengths = self.lengths(tokens)
+        lengths = self.lengths(tokens, budgets)
         return (lengths - self.window) * (lengths > self.window)
 
-    def group_pages(self, tokens: Any, tail: Any = 0) -> Any:
+    def group_pages(self, tokens: Any, tail: Any = 0, budgets: Any = None) -> Any:
         """Pages of each page list for `tokens` under the plan's law and `tail` more kept whole: int32[...].
 
         `tokens` and `tail` are scalars; a tail may be negative, after a rollback.
         """
-        compressed = -(-(self.lengths(tokens) + tail) // self.page_size)
+        compressed = -(-(self.lengths(tokens, budgets) + tail) // self.page_size)
         if not self.rings:
             return compressed
         xp: Any = np if isinstance(compressed, np.ndarray) else jnp
         ring = xp.full(self.rings.num_groups, self.rings.group_pages(tokens + tail), compressed.dtype)
         return xp.concatenate([compressed, ring])
 
-    def shared_group_pages(self, tokens: Any) -> Any:
+    def shared_group_pages(self, tokens: Any, budgets: Any = None) -> Any:
         """Of those, what a fork shares instead of copying: the full locked ones, int32[...]. Rings are copied."""
-        full = self.locked(tokens) // self.page_size
+        full = self.locked(tokens, budgets) // self.page_size
         if not self.rings:
             return full
         xp: Any = np if isinstance(full, np.ndarray) else jnp
@@ -187,10 +232,10 @@ class CachePlan:
         """Pages of a request of `tokens` tokens that a fork shares instead of copying: the full locked ones."""
         return int(self.shared_group_pages(tokens).sum())
 
-    def entries(self, tokens: int) -> int:
+    def entries(self, tokens: int, budgets: np.ndarray | None = None) -> int:
         """Head entries in use (over all heads of compressed layers) after `tokens` tokens, group effect included."""
         heads = np.bincount(self.group_of.reshape(-1), minlength=self.num_groups)
-        return int((self.lengths(tokens).astype(np.int64) * heads).sum())
+        return int((self.lengths(tokens, budgets).astype(np.int64) * heads).sum())
 
     def retention(self, tokens: int = 1 << 16) -> float:
         """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding."""
@@ -203,6 +248,10 @@ class CachePlan:
     def page_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of one page in a pool of `dtype`."""
         return math.prod(self.page_shape(head_dim, dtype)) * np.dtype(dtype).itemsize
+
+
+def _parts_per_million(budgets: np.ndarray) -> np.ndarray:
+    return np.rint(budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32)
 
 
 def default_heads_per_page(num_kv_heads: int) -> int:

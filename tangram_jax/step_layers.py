@@ -71,7 +71,7 @@ class ChunkLayers(_Layers):
         self._what = candidates(plan, cache, row, self._size, chunk.valid)
         self._tail = read_tail(plan, cache, row, dtype)
         self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
-        lengths = plan.lengths(cache.tokens[row]) + cache.tail[row]
+        lengths = plan.lengths(cache.tokens[row], cache.budgets[row]) + cache.tail[row]
         self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]), self._logits)
         if rings := plan.rings:
             numbers = row_rings(rings, cache.table[row], cache.layout)
@@ -123,8 +123,9 @@ class DecodeLayers(_Layers):
         super().__init__(plan, config, cache)
         tokens = cache.tokens.at[rows].get(mode="fill", fill_value=0)
         tail = cache.tail.at[rows].get(mode="fill", fill_value=0)
+        budgets = cache.budgets.at[rows].get(mode="clip")
         there = (rows < cache.num_rows)[:, None]
-        lengths = jnp.where(there, plan.lengths(tokens) + tail[:, None], 0)
+        lengths = jnp.where(there, plan.lengths(tokens, budgets) + tail[:, None], 0)
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
         self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths), self._logits)

@@ -29,7 +29,7 @@ CONFIG = tiny_config(
     num_layers=3, hidden_size=16, intermediate_size=16, num_heads=4, num_kv_heads=2, head_dim=4
 )
 PAGES, ROWS, SLOTS, CHUNK = 150, 5, 4, 16
-MAX_TOKENS, MAX_TAIL = 96, 12
+MAX_TOKENS, MAX_TAIL, MAX_RETENTION = 96, 12, 0.9
 BUDGETS = np.array([[0.05, 0.4], [0.25, 1.0], [0.7, 0.3]], np.float32)
 PLANS = {
     "layer": {"heads_per_page": 2, "page_size": 4, "cluster": "layer", "min_entries": 8},
@@ -43,7 +43,7 @@ PLANS = {
 def programs(name):
     """(plan, an empty cache as host arrays, jitted step) of one plan, compiled once."""
     profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.5, alpha=0.0)
-    plan = tj.CachePlan.build(profile, sinks=2, window=8, **PLANS[name])
+    plan = tj.CachePlan.build(profile, sinks=2, window=8, max_retention=MAX_RETENTION, **PLANS[name])
     empty = tj.init_cache(
         plan, CONFIG, num_pages=PAGES, max_requests=ROWS, max_tokens=MAX_TOKENS, max_tail=MAX_TAIL,
         dtype=np.uint8 if name == "bytes" else np.float32,
@@ -58,6 +58,7 @@ def programs(name):
 class Row:
     """What one row of the cache must hold."""
 
+    budgets: np.ndarray
     tokens: int = 0
     tail: int = 0
     pages: list[list[int]] = field(default_factory=list)  # abstract pages of each group
@@ -90,7 +91,9 @@ class CacheMachine(RuleBasedStateMachine):
     def _empty_row(self):
         width = self.plan.heads_per_page
         none = np.zeros((0, 2, width, CONFIG.head_dim + (self.name == "bytes")), np.float32)
-        return Row(pages=[[] for _ in self.capacity], entries=[none for _ in self.capacity])
+        return Row(
+            self.plan.group_ppm, pages=[[] for _ in self.capacity], entries=[none for _ in self.capacity]
+        )
 
     # The model's side
 
@@ -99,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
         return PAGES - len({page for row in self.rows for pages in row.pages for page in pages})
 
     def _missing(self, row: Row, tokens: int, tail: int) -> int:
-        wanted = np.minimum(self.plan.group_pages(tokens, tail), self.capacity)
+        wanted = np.minimum(self.plan.group_pages(tokens, tail, row.budgets), self.capacity)
         return sum(max(0, int(w) - len(p)) for w, p in zip(wanted, row.pages, strict=True))
 
     def _reserve(self, index: int, tokens: int, tail: int) -> bool:
@@ -108,16 +111,15 @@ class CacheMachine(RuleBasedStateMachine):
         enough = self._missing(row, tokens, tail) <= self.free
         self.cache = tj.reserve(self.plan, self.cache, np.int32(index), np.int32(tokens), np.int32(tail))
         if enough:
-            for pages, wanted, most in zip(
-                row.pages, self.plan.group_pages(tokens, tail), self.capacity, strict=True
-            ):
+            needed = self.plan.group_pages(tokens, tail, row.budgets)
+            for pages, wanted, most in zip(row.pages, needed, self.capacity, strict=True):
                 while len(pages) < min(wanted, most):
                     pages.append(next(self.fresh))
         return enough
 
     def _unlocked(self, row: Row) -> int:
         """Most tokens that a rollback may forget: the tail, and of the window what every group holds."""
-        window = np.minimum(self.plan.lengths(row.tokens), self.plan.window).min()
+        window = np.minimum(self.plan.lengths(row.tokens, row.budgets), self.plan.window).min()
         return max(0, row.tail + int(window))
 
     def _pick(self, data, rows):
@@ -129,12 +131,20 @@ class CacheMachine(RuleBasedStateMachine):
     # Operations
 
     @precondition(lambda self: any(row.empty for row in self.rows))
-    @rule(data=st.data(), tokens=st.integers(1, MAX_TOKENS - MAX_TAIL), room=st.integers(0, MAX_TAIL))
-    def admit(self, data, tokens, room):
+    @rule(
+        data=st.data(),
+        tokens=st.integers(1, MAX_TOKENS - MAX_TAIL),
+        room=st.integers(0, MAX_TAIL),
+        retention=st.sampled_from([None, None, 0.1, 0.5, MAX_RETENTION]),
+    )
+    def admit(self, data, tokens, room, retention):
         index = self._pick(data, [i for i, row in enumerate(self.rows) if row.empty])
+        row = self.rows[index]
+        if retention:
+            row.budgets = self.plan.budgets_at(retention)
+            self.cache = tj.set_budgets(self.plan, self.cache, np.int32(index), row.budgets)
         if self._reserve(index, tokens, room):
-            owned = sum(map(len, self.rows[index].pages))
-            assert owned == self.plan.pages(tokens, room)
+            assert sum(map(len, row.pages)) == self.plan.group_pages(tokens, room, row.budgets).sum()
 
     @precondition(lambda self: self._used())
     @rule(data=st.data(), count=st.integers(1, CHUNK), decode=st.booleans(), trim=st.booleans())
@@ -147,17 +157,17 @@ class CacheMachine(RuleBasedStateMachine):
             return
         others = self._ready([i for i in self._used() if i != index]) if decode else []
         tokens = self.random.integers(0, CONFIG.vocab_size, CHUNK).astype(np.int32)
-        before = self.plan.locked(row.tokens)
+        before = self.plan.locked(row.tokens, row.budgets)
         self._run(tj.Chunk(np.int32(index), tokens, np.int32(count)), others)
         row.tokens, row.tail = row.total + count, 0
-        lengths = self.plan.lengths(row.tokens)
+        lengths = self.plan.lengths(row.tokens, row.budgets)
         seen = self._entries(index, lengths)
         for m, kept in enumerate(before):  # locked is locked
             np.testing.assert_array_equal(seen[m][:kept], row.entries[m][:kept])
         row.entries = seen
         if trim:
             self._trim(index, row.tokens, 0)
-            assert sum(map(len, row.pages)) == self.plan.pages(row.tokens)
+            assert sum(map(len, row.pages)) == self.plan.group_pages(row.tokens, 0, row.budgets).sum()
 
     @precondition(lambda self: self._used())
     @rule(rows=st.sets(st.integers(0, ROWS - 1), min_size=1, max_size=SLOTS), times=st.integers(1, MAX_TAIL))
@@ -187,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         for i in decoding:
             row = self.rows[i]
             row.tail += 1
-            seen = self._entries(i, self.plan.lengths(row.tokens) + row.tail)
+            seen = self._entries(i, self.plan.lengths(row.tokens, row.budgets) + row.tail)
             for old, new in zip(row.entries, seen, strict=True):
                 np.testing.assert_array_equal(new[:-1], old)
                 assert np.abs(new[-1]).sum() > 0
@@ -199,15 +209,15 @@ class CacheMachine(RuleBasedStateMachine):
         source = self._pick(data, self._used())
         target = self._pick(data, [i for i, row in enumerate(self.rows) if row.empty])
         src = self.rows[source]
-        full = self.plan.locked(src.tokens) // self.plan.page_size
+        full = self.plan.locked(src.tokens, src.budgets) // self.plan.page_size
         shared = [pages[:n] for pages, n in zip(src.pages, full, strict=True)]
         need = sum(map(len, src.pages)) - sum(map(len, shared))
         if need > self.free:
             return
-        assert sum(map(len, shared)) == self.plan.shared_pages(src.tokens)
+        assert sum(map(len, shared)) == self.plan.shared_group_pages(src.tokens, src.budgets).sum()
         self.cache = tj.fork(self.plan, self.cache, np.int32(source), np.int32(target))
         pages = [s + [next(self.fresh) for _ in p[len(s) :]] for s, p in zip(shared, src.pages, strict=True)]
-        self.rows[target] = Row(src.tokens, src.tail, pages, list(src.entries))
+        self.rows[target] = Row(src.budgets, src.tokens, src.tail, pages, list(src.entries))
 
     @precondition(lambda self: self._used())
     @rule(data=st.data(), share=st.floats(0, 1))
@@ -229,7 +239,8 @@ class CacheMachine(RuleBasedStateMachine):
     def _trim(self, index, tokens, tail):
         self.cache = tj.trim(self.plan, self.cache, np.int32(index), np.int32(tokens), np.int32(tail))
         row = self.rows[index]
-        row.pages = [p[:n] for p, n in zip(row.pages, self.plan.group_pages(tokens, tail), strict=True)]
+        needed = self.plan.group_pages(tokens, tail, row.budgets)
+        row.pages = [p[:n] for p, n in zip(row.pages, needed, strict=True)]
 
     @precondition(lambda self: self._used())
     @rule(data=st.data())
@@ -300,8 +311,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         np.testing.assert_array_equal(self.cache.tokens, [row.tokens for row in self.rows])
         np.testing.assert_array_equal(self.cache.tail, [row.tail for row in self.rows])
+        np.testing.assert_array_equal(self.cache.budgets, [row.budgets for row in self.rows])
         for index, row in enumerate(self.rows):
-            seen = self._entries(index, self.plan.lengths(row.tokens) + row.tail)
+            seen = self._entries(index, self.plan.lengths(row.tokens, row.budgets) + row.tail)
             for mine, theirs in zip(row.entries, seen, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
 
