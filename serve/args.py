@@ -63,6 +63,7 @@ class ServeConfig:
 
     profile: str | None = None  # a .npz file; None: the one shipped for the model, otherwise uniform budgets
     retention: float | None = None  # None: as calibrated
+    max_retention: float | None = None  # that a request may ask for; None: the server's
     heads_per_page: int | None = None
     cluster: Cluster = "layer"
     scorer: str = "expected_attention"
@@ -112,6 +113,7 @@ class ServeConfig:
             faults.append(f"--block-size is {self.page_size}: write a power of two from 4 to 256, e.g. 16")
         for flag, fraction in (
             ("--retention", self.retention),
+            ("--max-retention", self.max_retention),
             ("--gpu-memory-utilization", self.gpu_memory_utilization),
         ):
             # The comparison is false for NaN too.
@@ -172,6 +174,10 @@ class ServeConfig:
             )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             faults.append("--num-pages and --kv-cache-memory say the same thing: write one of them")
+        if self.max_retention is not None and self.max_retention < (self.retention or 0.0):
+            faults.append(
+                f"--max-retention ({self.max_retention:g}) is below --retention ({self.retention:g}): write at least that"
+            )
         tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and requests is not None and 1 <= tokens < requests:
             faults.append(
@@ -244,6 +250,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--profile", metavar="FILE", help="calibrated budgets (.npz), from `python -m calibrate`"
     )
     budget.add_argument("--retention", type=float, help="kept fraction of the KV cache; 1.0 keeps everything")
+    budget.add_argument(
+        "--max-retention",
+        type=float,
+        metavar="F",
+        help="the most that a request may keep by its kv_retention (default: --retention)",
+    )
     budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
     budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default {SCORERS[0]})")

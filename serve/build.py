@@ -50,13 +50,11 @@ class Built:
 
 
 def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> BudgetProfile:
-    """The profile that was asked for, else the shipped one, else uniform budgets; at the asked retention.
+    """The profile that was asked for, else the shipped one, else uniform budgets.
 
     Raises ConfigError when the profile is for another model.
     """
     shape = (len(model.full_layers), model.num_kv_heads)
-    if config.retention == 1.0:
-        return BudgetProfile.uniform(*shape, 1.0)
     path = Path(config.profile) if config.profile else shipped_profile(name)
     if path is None:
         if config.retention is None:
@@ -89,9 +87,7 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
             path,
             name,
         )
-    if config.retention is None:
-        return profile
-    return dataclasses.replace(profile, retention=config.retention).normalized()
+    return profile
 
 
 def sampling_defaults(config: ServeConfig, model: LoadedModel) -> dict[str, Any]:
@@ -170,18 +166,23 @@ def build_engine(
             f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
             f"to put together with --cluster {config.cluster}, write at most {heads}"
         )
+    profile = choose_profile(config, shape, model.name)
     plan = CachePlan.build(
-        choose_profile(config, shape, model.name),
+        profile
+        if config.retention is None
+        else dataclasses.replace(profile, retention=config.retention).normalized(),
         heads_per_page=heads_per_page,
         page_size=batching.page_size,
         cluster=cast(Cluster, config.cluster),
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
         sliding=SlidingLayers.of(shape, tail),
+        scaled=profile,
+        max_retention=config.max_retention or config.retention or profile.retention,
     )
     stored = config.max_stored_sessions if config.prefix_cache else 0
     stores = cache_dtype(config, dtype)
     page_bytes = plan.page_bytes(shape.head_dim, stores)
-    largest = row_layout(plan, max_model_len, tail).width
+    largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
     if config.num_pages:
         num_pages = config.num_pages
     elif config.kv_cache_bytes:
@@ -195,7 +196,8 @@ def build_engine(
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
         free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
         # Never more than all rows can fill.
-        num_pages = max(1, min(free // page_bytes, largest * (batching.max_num_seqs + stored)))
+        most = row_layout(plan, max_model_len, tail).width * (batching.max_num_seqs + stored)
+        num_pages = max(1, min(free // page_bytes, most))
     if num_pages < largest:
         # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
         fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
@@ -209,7 +211,7 @@ def build_engine(
             )
         log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
         max_model_len = fits
-        largest = row_layout(plan, max_model_len, tail).width
+        largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
     buckets = make_buckets(*batching[:2], plan.window, max_model_len)
     runner = Runner(
         model.params,
@@ -278,5 +280,6 @@ def _longest_that_fits(plan: CachePlan, num_pages: int, tail: int, most: int) ->
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if row_layout(plan, middle, tail).width <= num_pages else (low, middle - 1)
+        fits = row_layout(plan, middle, tail, plan.group_ppm).width <= num_pages
+        low, high = (middle, high) if fits else (low, middle - 1)
     return low

@@ -90,7 +90,7 @@ class Engine:
         """See EngineProtocol."""
         if len(self._sequences) >= self._max_waiting:
             raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
-        self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens)
+        self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens, request.retention)
         try:
             self._runner.sampling_row(request.sampling)
         except ValueError as error:  # here, where it ends this request alone
@@ -219,7 +219,8 @@ class Engine:
         if request.request_id in self._sequences:
             message = f"request id {request.request_id} is in use"
             self._emit(
-                Sequence(request, 0, on_output, 0, 0), TokenOutput(finish_reason="error", error=message)
+                Sequence(request, 0, on_output, 0, 0, self._runner.plan.group_ppm),
+                TokenOutput(finish_reason="error", error=message),
             )
             return
         base = request.sampling.seed
@@ -228,7 +229,8 @@ class Engine:
         for choice in range(request.n):
             seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
             self._arrivals += 1
-            sequence = Sequence(request, choice, on_output, seed, self._arrivals, parent=first)
+            budgets = self._scheduler.budgets(request.retention)
+            sequence = Sequence(request, choice, on_output, seed, self._arrivals, budgets, parent=first)
             if request.sampling.grammar:
                 sequence.grammar = request.sampling.grammar.start(ignore_end=request.sampling.ignore_eos)
             first = first or sequence
@@ -377,5 +379,5 @@ class Engine:
         scheduler, plan = self._scheduler, self._runner.plan
         states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
         full = sum(s.cached for s in states) * plan.group_of.size
-        held = sum(plan.entries(s.compressed) + s.tail * plan.group_of.size for s in states)
+        held = sum(plan.entries(s.compressed, s.budgets) + s.tail * plan.group_of.size for s in states)
         return held / full if full else None

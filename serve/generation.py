@@ -198,6 +198,7 @@ class Generation:
                 prompt_ids=prompt.ids,
                 sampling=params[p],
                 n=request.n,
+                retention=request.kv_retention,
             )
             for p, prompt in enumerate(prompts)
         ]

@@ -43,13 +43,16 @@ class Prefixes:
 
         most = 0
         for other in running:
-            if other.state is None or not (common := common_with(other.prompt_array)):
+            if other.state is None or other.budgets is not sequence.budgets:
+                continue
+            if not (common := common_with(other.prompt_array)):
                 continue
             if not other.generated and common > other.state.cached:
                 other.borders[common] = sequence
                 return True
             most = max(most, common)
-        most = max([most, *(common_with(s.tokens) for s in self._rows.sessions)])
+        alike = (s for s in self._rows.sessions if s.state.budgets is sequence.budgets)
+        most = max([most, *(common_with(s.tokens) for s in alike)])
         if most:
             sequence.borders.setdefault(most, None)
         return False
@@ -89,7 +92,8 @@ class Prefixes:
         if waiter and waiter.phase is not Phase.WAITING:
             return
         tokens = np.asarray(sequence.tokens[:count], np.int32)
-        if any(s.is_prefix and np.array_equal(s.tokens, tokens) for s in sessions):
+        alike = (s for s in sessions if s.is_prefix and s.state.budgets is state.budgets)
+        if any(np.array_equal(s.tokens, tokens) for s in alike):
             return
         # What nobody waits for costs no more than one conversation its place, however many such copies are left.
         unused = sessions.unused_prefix() if sessions.full and not waiter else None
@@ -101,7 +105,7 @@ class Prefixes:
         # The pages reserved for the rest of the prompt are no part of the copy.
         rest = len(sequence.tokens), sequence.room
         self._rows.trim(state, count, 0)
-        missing = self._rows.pages.missing(state.holding, self._rows.wanted(*rest))
+        missing = self._rows.pages.missing(state.holding, self._rows.wanted(state.budgets, *rest))
         need = self._rows.copied_pages(state) + missing
         if (self._rows.free or self._rows.evict()) and self._rows.secure(need):
             sessions.put(StoredSession(self._rows.copy(state), tokens, is_prefix=True))

@@ -142,5 +142,5 @@ def _contents(plan: CachePlan) -> str:
     for name, value in vars(plan).items():
         if isinstance(value, np.ndarray):
             value = (value.dtype, value.shape, value.tobytes())
-        parts.append((name, None if name == "profile" else value))
+        parts.append((name, None if name in ("profile", "scaled") else value))
     return repr(parts)

@@ -111,6 +111,7 @@ class SamplingRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    kv_retention: float | None = Field(default=None, gt=0.0, le=1.0)  # of this server alone: its KV budgets
 
     _grammar_spec: GrammarSpec | None = PrivateAttr(None)
 

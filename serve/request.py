@@ -53,6 +53,7 @@ class GenerationRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     n: int = 1
+    retention: float | None = None  # the kept fraction of its KV cache; None: the server's budgets
 
 
 class PromptLogprob(NamedTuple):

@@ -1,5 +1,7 @@
 """Rows of the cache and their pages, in the host's mirror and on the device at once."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from serve.pages import PageBook
@@ -20,12 +22,19 @@ class Rows:
         self.sessions = SessionStore(max_stored)
         self.free = list(range(count))[::-1]
 
-    def wanted(self, tokens: int, tail: int) -> np.ndarray:
+    def wanted(self, budgets: np.ndarray, tokens: int, tail: int) -> np.ndarray:
         """Pages of each page list of the plan, i64[...]."""
-        return self._plan.group_pages(tokens, tail).astype(np.int64)
+        return self._plan.group_pages(tokens, tail, budgets).astype(np.int64)
 
     def _shareable(self, state: RowState) -> np.ndarray:
-        return self._plan.shared_group_pages(state.compressed).astype(np.int64)
+        return self._plan.shared_group_pages(state.compressed, state.budgets).astype(np.int64)
+
+    def take(self, budgets: np.ndarray) -> RowState:
+        """An empty row; there must be a free one."""
+        row = self.free.pop()
+        if budgets is not self._plan.group_ppm:
+            self._device.set_budgets(row, budgets)
+        return RowState(row, self.pages.empty(), budgets)
 
     def copied_pages(self, state: RowState) -> int:
         return self.pages.fork_cost(state.holding, self._shareable(state))
@@ -34,7 +43,7 @@ class Rows:
         """Another row like it; there must be a free one, and the pages."""
         row, holding = self.free.pop(), self.pages.fork(state.holding, self._shareable(state))
         self._device.fork(state.row, row)
-        return RowState(row, holding, state.compressed, state.tail)
+        return replace(state, row=row, holding=holding)
 
     def secure(self, need: int) -> bool:
         """Free `need` pages at the cost of stored sessions, but only if that is enough."""
@@ -58,13 +67,13 @@ class Rows:
         self.free.append(state.row)
 
     def grow(self, state: RowState, tokens: int, tail: int) -> None:
-        wanted = self.wanted(tokens, tail)
+        wanted = self.wanted(state.budgets, tokens, tail)
         if self.pages.missing(state.holding, wanted):
             self.pages.grow(state.holding, wanted)
             self._device.reserve(state.row, tokens, tail)
 
     def trim(self, state: RowState, tokens: int, tail: int) -> None:
-        wanted = self.wanted(tokens, tail)
+        wanted = self.wanted(state.budgets, tokens, tail)
         if self.pages.surplus(state.holding, wanted):
             self.pages.trim(state.holding, wanted)
             self._device.trim(state.row, tokens, tail)

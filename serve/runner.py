@@ -254,6 +254,9 @@ class Runner:
 
     # RowOperations
 
+    def set_budgets(self, row: int, budgets: np.ndarray) -> None:
+        self.cache = tables.set_budgets(self.plan, self.cache, np.int32(row), budgets)
+
     def reserve(self, row: int, tokens: int, tail: int) -> None:
         self.cache = tables.reserve(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
 
@@ -351,6 +354,7 @@ class Runner:
             yield Program(f"masked sampling of {count}", self._sample, arguments, {"variant": MASKED})
 
     def _warm_tables(self) -> Any:
+        self.set_budgets(0, self.plan.group_ppm)
         self.reserve(0, 1, 0)
         self.fork(0, 1 % self.num_rows)
         self.rollback(0, 0)

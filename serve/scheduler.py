@@ -8,6 +8,7 @@ back from preemption are the same thing.
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,12 +16,13 @@ from serve.prefixes import Prefixes
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
 from serve.rows import Rows
-from serve.sequence import ChunkWork, Phase, RowState, Sequence, Work
+from serve.sequence import ChunkWork, Phase, Sequence, Work
 from serve.sessions import ReachBack, StoredSession
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
 ROOM = 64  # tail tokens that are reserved at a time
+RETENTIONS = 256  # different ones that are remembered
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,28 @@ class Scheduler:
         self._scored_last = False  # the last step was a chunk of a prompt whose log-probabilities are wanted
         self.counters = Counter[str]()
         self._reach_back = ReachBack(plan)
+        # The same array for the same retention: rows with equal budgets are told by that. One that was forgotten is made
+        # anew, and what is stored under it is not found.
+        self.budgets = lru_cache(maxsize=RETENTIONS)(plan.budgets_at)
 
     # Admission
 
-    def check(self, prompt_length: int, max_tokens: int) -> None:
+    def check(self, prompt_length: int, max_tokens: int, retention: float | None = None) -> None:
         """Raises RequestRejected for what could never run, even alone."""
+        try:
+            budgets = self.budgets(retention)
+        except ValueError as error:
+            raise RequestRejected(
+                f"a request may keep at most {self.plan.max_retention:g} of its KV cache here, not {retention:g}: ask for "
+                "less, or start the server with a higher --max-retention"
+            ) from error
         total = prompt_length + max_tokens
         if total > self.limits.max_model_len:
             raise RequestRejected(
                 f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the maximum of "
                 f"{self.limits.max_model_len} tokens: shorten the prompt or lower max_tokens"
             )
-        need = row_layout(self.plan, total, self.limits.max_tail).width
+        need = row_layout(self.plan, total, self.limits.max_tail, budgets).width
         if need > self.pages.total:
             raise RequestRejected(
                 f"a request of {total} tokens can take {need} KV pages, the pool has {self.pages.total}: shorten it, "
@@ -114,19 +126,19 @@ class Scheduler:
         if self._prefixes.awaited(sequence, stays, self.running):
             return False
         room = self._room_after(sequence)
-        wanted = self.rows.wanted(len(sequence.tokens), room)
+        wanted = self.rows.wanted(sequence.budgets, len(sequence.tokens), room)
         if session:
             self.sessions.remove(session)
             state = self._prefixes.copy(session, sequence, stays, wanted) or session.state
         elif self.rows.free or self.rows.evict():
-            state = RowState(self.rows.free.pop(), self.pages.empty())
+            state = self.rows.take(sequence.budgets)
         else:
             return False
         if not self.rows.secure(self.pages.missing(state.holding, wanted)):
             if session:
                 self.sessions.put(session)
             else:
-                self.rows.free.append(state.row)
+                self.rows.release(state)
             return False
         if sequence.generated == 0:
             self.counters["prefix_queries"] += len(sequence.tokens)
@@ -143,7 +155,7 @@ class Scheduler:
         """The stored row that saves most of its prefill, and how many tokens stay."""
         if sequence.needs_prompt_logprobs or not self.limits.max_stored:
             return None, 0
-        return self.sessions.find(sequence.token_array, self._reach_back) or (None, 0)
+        return self.sessions.find(sequence.token_array, sequence.budgets, self._reach_back) or (None, 0)
 
     def _fork_parent(self, sequence: Sequence) -> bool:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
@@ -154,7 +166,7 @@ class Scheduler:
             return False
         if sequence.generated or state.compressed != sequence.prompt_length:
             return False
-        back = min(self._reach_back(state.compressed), sequence.prompt_length)
+        back = min(self._reach_back(state), sequence.prompt_length)
         # Without a token to go back the prompt could not be run again for its logits: some head keeps nothing.
         if back < 1 or not self._fork(sequence, parent):
             return False
@@ -219,7 +231,7 @@ class Scheduler:
         if state.tail < sequence.room:
             return True
         room = min(state.tail + min(ROOM, sequence.left), self.limits.max_tail)
-        wanted = self.rows.wanted(state.compressed, room)
+        wanted = self.rows.wanted(state.budgets, state.compressed, room)
         if not self._obtain(sequence, wanted):
             return False
         self.rows.grow(state, state.compressed, room)
@@ -292,10 +304,10 @@ class Scheduler:
             self._leave_prompt(sequence)
         # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
         short = min(plan.window, end) - (end - state.cached)
-        back = min(short, state.tail + self._reach_back(state.compressed))
+        back = min(short, state.tail + self._reach_back(state))
         room = self._room_after(sequence)
         last = end == known and known - state.cached <= most
-        if last and not self._obtain(sequence, self.rows.wanted(known, room)):
+        if last and not self._obtain(sequence, self.rows.wanted(state.budgets, known, room)):
             return None
         if compresses:
             self.counters["tail_compressions"] += 1

@@ -19,10 +19,11 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class RowState:
-    """The host's mirror of one row: the cache's two numbers and the pages."""
+    """The host's mirror of one row: its numbers in the cache and the pages."""
 
     row: int
     holding: Holding
+    budgets: np.ndarray  # i32[M], of the plan (the same object) or of its own
     compressed: int = 0  # tokens under the plan's law
     tail: int = 0  # tokens since, kept whole; negative after a rollback into the window
 
@@ -40,6 +41,7 @@ class Sequence:
     on_output: OutputCallback
     seed: int
     arrival: int
+    budgets: np.ndarray  # i32[M]: what its rows are compressed under
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     state: RowState | None = None

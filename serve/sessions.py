@@ -71,8 +71,10 @@ class SessionStore:
     def remove(self, session: StoredSession) -> None:
         del self._sessions[session.state.row]
 
-    def find(self, prompt: np.ndarray, reach_back: "ReachBack") -> tuple[StoredSession, int] | None:
-        """The session that saves most of `prompt` i32[n], and how many of its tokens stay.
+    def find(
+        self, prompt: np.ndarray, budgets: np.ndarray, reach_back: "ReachBack"
+    ) -> tuple[StoredSession, int] | None:
+        """The session that saves most of `prompt` i32[n] under `budgets`, and how many of its tokens stay.
 
         A stored row is a state, not a list of states: compressed tokens cannot be taken apart again. So the prompt must
         extend what was compressed, save for what `reach_back` allows; generated tokens after that may be cut anywhere.
@@ -80,11 +82,13 @@ class SessionStore:
         """
         best: tuple[int, StoredSession] | None = None
         for session in self:
+            if session.state.budgets is not budgets:
+                continue
             if best and (len(session.tokens) < best[0] or session.tokens[best[0] - 1] != prompt[best[0] - 1]):
                 continue  # it has less in common
             stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
             compressed = session.state.compressed
-            if len(prompt) < compressed or stays < compressed - reach_back(compressed) or stays < 1:
+            if len(prompt) < compressed or stays < compressed - reach_back(session.state) or stays < 1:
                 continue
             # Of two that save as much the prefix, which loses nothing by it.
             if best is None or (stays, session.is_prefix) > (best[0], best[1].is_prefix):
@@ -102,5 +106,5 @@ class ReachBack:
     def __init__(self, plan: CachePlan) -> None:
         self._plan = plan
 
-    def __call__(self, compressed: int) -> int:
-        return int(min(self._plan.window, self._plan.lengths(compressed).min()))
+    def __call__(self, state: RowState) -> int:
+        return int(min(self._plan.window, self._plan.lengths(state.compressed, state.budgets).min()))

@@ -7,7 +7,7 @@ scheduler does (chunks, forks, stored sessions, preemption, compressed tails), t
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +73,7 @@ class FakeRow:
     seed: int = 0
     last_token: int = 0
     lost: int = 0
+    budgets: np.ndarray | None = None  # None: the plan's
 
     @property
     def tail(self) -> int:
@@ -109,18 +110,26 @@ class FakeDevice:
 
     # RowOperations
 
+    def set_budgets(self, row: int, budgets: np.ndarray) -> None:
+        self.calls.append(("set_budgets", row))
+        assert not any(self.rows[row].pages)
+        self.rows[row].budgets = budgets
+
     def reserve(self, row: int, tokens: int, tail: int) -> None:
         self.calls.append(("reserve", row, tokens, tail))
-        for pages, wanted in zip(self.rows[row].pages, self.plan.group_pages(tokens, tail), strict=True):
+        state = self.rows[row]
+        needed = self.plan.group_pages(tokens, tail, state.budgets)
+        for pages, wanted in zip(state.pages, needed, strict=True):
             while len(pages) < wanted:
                 pages.append(self._take())
 
     def trim(self, row: int, tokens: int, tail: int) -> None:
         self.calls.append(("trim", row, tokens, tail))
-        shared = self.plan.shared_group_pages(self.rows[row].compressed)
-        wanted = self.plan.group_pages(tokens, tail)
+        state = self.rows[row]
+        shared = self.plan.shared_group_pages(state.compressed, state.budgets)
+        wanted = self.plan.group_pages(tokens, tail, state.budgets)
         assert (wanted >= shared).all()
-        for pages, count in zip(self.rows[row].pages, wanted, strict=True):
+        for pages, count in zip(state.pages, wanted, strict=True):
             while len(pages) > count:
                 self._give(pages.pop())
 
@@ -129,7 +138,7 @@ class FakeDevice:
         assert count >= 0
         state = self.rows[row]
         state.content = state.content[: len(state.content) - count]
-        reach = min(self.plan.window, self.plan.lengths(state.compressed).min())
+        reach = min(self.plan.window, self.plan.lengths(state.compressed, state.budgets).min())
         assert state.tail >= -reach, "rolled back into locked entries"
 
     def fork(self, src: int, dst: int) -> None:
@@ -138,11 +147,12 @@ class FakeDevice:
         assert not any(self.rows[dst].pages)
         assert src != dst
         pages = []
-        for full, own in zip(self.plan.shared_group_pages(source.compressed), source.pages, strict=True):
+        shared = self.plan.shared_group_pages(source.compressed, source.budgets)
+        for full, own in zip(shared, source.pages, strict=True):
             for page in own[:full]:
                 self.owners[page] += 1
             pages.append(own[:full] + [self._take() for _ in own[full:]])
-        self.rows[dst] = FakeRow(list(source.content), source.compressed, pages, lost=source.lost)
+        self.rows[dst] = replace(source, content=list(source.content), pages=pages, seed=0, last_token=0)
 
     def release(self, row: int) -> None:
         self.calls.append(("release", row))
@@ -153,6 +163,8 @@ class FakeDevice:
 
     def start(self, sequence: Sequence) -> None:
         assert sequence.state is not None
+        budgets = self.rows[sequence.state.row].budgets
+        assert sequence.budgets is (self.plan.group_ppm if budgets is None else budgets)
         self.calls.append(("start", sequence.state.row))
         assert not sequence.in_flight
         row = self.rows[sequence.state.row]
@@ -229,12 +241,12 @@ class FakeDevice:
 
     def _check_pages(self, row: FakeRow) -> None:
         """Every entry has its page, no page beyond what a row of the table can hold, one owner where it is written."""
-        need = self.plan.group_pages(row.compressed, row.tail)
+        need = self.plan.group_pages(row.compressed, row.tail, row.budgets)
         longest = self.limits.max_model_len
-        entries = np.minimum(self.plan.lengths(longest) + self.limits.max_tail, longest)
-        most = self.plan.group_pages(longest)
+        entries = np.minimum(self.plan.lengths(longest, row.budgets) + self.limits.max_tail, longest)
+        most = self.plan.group_pages(longest, 0, row.budgets)
         most[: len(entries)] = -(-entries // self.plan.page_size)
-        shared = self.plan.shared_group_pages(row.compressed)
+        shared = self.plan.shared_group_pages(row.compressed, row.budgets)
         for m, pages in enumerate(row.pages):
             assert need[m] <= len(pages) <= most[m]
             for page in pages[shared[m] :]:

@@ -88,12 +88,16 @@ class Loop:
     def scheduler(self) -> Scheduler:
         return self.engine._scheduler
 
-    def add(self, prompt: list[int], n: int = 1, **sampling: Any) -> Job:
+    def add(self, prompt: list[int], n: int = 1, *, retention: float | None = None, **sampling: Any) -> Job:
         given = {"max_tokens": 8, "seed": 0} | sampling
         request = GenerationRequest(
-            request_id=str(next(self._ids)), prompt_ids=list(prompt), sampling=SamplingParams(**given), n=n
+            request_id=str(next(self._ids)),
+            prompt_ids=list(prompt),
+            sampling=SamplingParams(**given),
+            n=n,
+            retention=retention,
         )
-        self.scheduler.check(len(prompt), request.sampling.max_tokens)
+        self.scheduler.check(len(prompt), request.sampling.max_tokens, retention)
         job = Job(request, [[] for _ in range(n)])
         self.jobs.append(job)
         self.engine._add(request, lambda output: job.outputs[output.choice].append(output))

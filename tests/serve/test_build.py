@@ -160,3 +160,23 @@ def test_models_with_sliding_windows():
     assert plan.rings.layers == 3 and plan.rings.slots >= 100 + 256 + plan.window
     assert "4 layers (3 of them with a window of 100 tokens)" in built.summary
     assert built.engine._scheduler.rows.pages.empty().owned.shape == (plan.num_page_lists,)
+
+
+def test_requests_may_keep_as_much_as_the_server_or_as_it_is_told(tmp_path):
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    profile = BudgetProfile(budgets=np.array([[0.1, 0.2, 0.4, 0.9]]), retention=0.4)
+    profile.save(tmp_path / "p.npz")
+
+    def plan(**options):
+        given = ServeConfig(profile=str(tmp_path / "p.npz"), num_pages=4000, max_model_len=1024, **options)
+        return build_engine(given, model, dtype=jnp.float32).plan
+
+    assert [plan(**o).max_retention for o in ({}, {"retention": 0.2}, {"max_retention": 0.7})] == [
+        0.4,
+        0.2,
+        0.7,
+    ]
+    full = plan(retention=1.0, heads_per_page=1)
+    assert (full.group_ppm == 1_000_000).all()
+    assert full.budgets_at(0.25).tolist() == plan(retention=0.25, heads_per_page=1).group_ppm.tolist()

@@ -27,7 +27,7 @@ def test_all_flags(tmp_path):
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
         "--kv-cache-dtype int8 --generation-config vllm --allowed-origins https://a.org http://b:3000 "
-        "--tool-call-parser mistral --reasoning-parser none "
+        "--tool-call-parser mistral --reasoning-parser none --max-retention 0.75 "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
     assert parse_args(argv.split()) == ServeConfig(
@@ -37,6 +37,7 @@ def test_all_flags(tmp_path):
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
         kv_cache_dtype="int8", generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
+        max_retention=0.75,
         allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
@@ -55,6 +56,8 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--retention 50", "--retention is 50: write a fraction above 0 and at most 1, e.g. 0.5 for 50%"),
         ("--retention nan", "--retention is nan: write a fraction"),
         ("--retention 0", "--retention is 0"),
+        ("--max-retention 2", "--max-retention is 2: write a fraction above 0 and at most 1"),
+        ("--retention 0.5 --max-retention 0.25", "(0.25) is below --retention (0.5): write at least that"),
         ("--gpu-memory-utilization 1.5", "at most 1, e.g. 0.015 for 1.5%"),
         ("--block-size 17", "--block-size is 17: write a power of two from 4 to 256, e.g. 16"),
         ("--max-num-seqs 0", "--max-num-seqs is 0: write a number from 1 to 65536"),

@@ -64,7 +64,9 @@ def test_extensions_reach_the_engine(served):
         max_tokens=7, temperature=0.0, top_k=0, min_p=0.1, repetition_penalty=1.5, min_tokens=2, ignore_eos=True,
         stop_token_ids=(9, 8), presence_penalty=-2.0, frequency_penalty=2.0, logit_bias={5: 100.0, 263: -0.5},
     )  # fmt: skip
-    chat(served, max_tokens=7, top_p=0)
+    assert served.engine.requests[0].retention is None
+    chat(served, max_tokens=7, top_p=0, extra_body={"kv_retention": 0.25})
+    assert served.engine.requests[1].retention == 0.25
     assert (served.engine.requests[1].sampling.top_k, served.engine.requests[1].sampling.top_p) == (1, 1.0)
 
 

@@ -54,8 +54,10 @@ def simulate(bench: Loop, seed: int, requests: int) -> None:
             }
             if bound.random() < 0.4 and not sampling["ignore_eos"]:
                 sampling["grammar"] = AnyText()
+            own = bench.scheduler.plan.max_retention and bound.random() < 0.5
+            retention = float(bound.choice([0.2, bench.scheduler.plan.max_retention])) if own else None
             try:
-                bench.add(text, n, **sampling)
+                bench.add(text, n, retention=retention, **sampling)
             except RequestRejected:
                 assert len(text) + most > 30
         if random.random() < 0.02:
@@ -81,6 +83,7 @@ CASES = {
         230,
     ),
     "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
+    "budgets of their own": ({"max_running": 4, "max_tail": 9}, make_plan(max_retention=0.9), 260),
 }
 
 

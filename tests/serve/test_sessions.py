@@ -14,7 +14,7 @@ REACH = ReachBack(PLAN)
 
 def stored(store: SessionStore, tokens: list[int], compressed: int, row: int = 0) -> StoredSession:
     book = PageBook(1000, PLAN.num_groups)
-    state = RowState(row, book.empty(), compressed, len(tokens) - compressed)
+    state = RowState(row, book.empty(), PLAN.group_ppm, compressed, len(tokens) - compressed)
     session = StoredSession(state, np.asarray(tokens, np.int32))
     store.put(session)
     return session
@@ -22,16 +22,20 @@ def stored(store: SessionStore, tokens: list[int], compressed: int, row: int = 0
 
 def take(store: SessionStore, prompt: list[int]) -> tuple[int, int] | None:
     """(row, tokens that stay)"""
-    found = store.find(np.asarray(prompt, np.int32), REACH)
+    found = store.find(np.asarray(prompt, np.int32), PLAN.group_ppm, REACH)
     if found:
         store.remove(found[0])
     return (found[0].state.row, found[1]) if found else None
 
 
 def test_reach_back_is_the_window_as_far_as_every_group_holds_it():
-    assert [REACH(n) for n in (0, 1, 5, 8, 9, 1000)] == [0, 1, 5, 8, 8, 8]
+    def reach(plan, compressed):
+        holding = PageBook(0, plan.num_groups).empty()
+        return ReachBack(plan)(RowState(0, holding, plan.group_ppm, compressed))
+
+    assert [reach(PLAN, n) for n in (0, 1, 5, 8, 9, 1000)] == [0, 1, 5, 8, 8, 8]
     smallest = make_plan(min_entries=0)  # 0.05 keeps 1 of 20, 2 of 40
-    assert [ReachBack(smallest)(n) for n in (20, 40, 100, 1000)] == [1, 2, 5, 8]
+    assert [reach(smallest, n) for n in (20, 40, 100, 1000)] == [1, 2, 5, 8]
 
 
 TOKENS = list(range(100, 160))  # 50 compressed, a tail of 10
@@ -109,7 +113,7 @@ def test_pages_are_those_that_nobody_else_owns():
     assert book.used == 15 + (4 + 3) + (2 + 3)
 
     def put(row: int) -> None:
-        store.put(StoredSession(RowState(row, rows[row], 1), np.ones(1, np.int32)))
+        store.put(StoredSession(RowState(row, rows[row], PLAN.group_ppm, 1), np.ones(1, np.int32)))
 
     expected = [4 + 3, 4 + 3 + 2 + 3, book.used]  # the last one brings the shared ones
     for row, pages in zip((1, 2, 0), expected, strict=True):

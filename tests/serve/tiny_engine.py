@@ -46,7 +46,8 @@ PARAMS = params_of(CONFIG)
 
 @cache
 def tiny_runner(kind: str) -> Runner:
-    """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model.
+    """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model,
+    or up to all of it on demand.
 
     "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
     layer 0 what its window shows; "gpt_oss" in 8-bit keys and values.
@@ -57,7 +58,7 @@ def tiny_runner(kind: str) -> Runner:
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
     plan = tj.CachePlan.build(
         profile, heads_per_page=2, page_size=8, cluster="model", window=16, min_entries=0,
-        sliding=tj.SlidingLayers.of(config, MAX_TAIL),
+        sliding=tj.SlidingLayers.of(config, MAX_TAIL), max_retention=float(kind == "ragged"),
     )  # fmt: skip
     return Runner(
         params_of(config),
@@ -133,7 +134,7 @@ class TinyEngine:
         self.engine, self.runner, self.plan = engine, runner, runner.plan
         self._ids = itertools.count()
 
-    def ask(self, prompt: list[int], n: int = 1, **sampling: Any) -> Asked:
+    def ask(self, prompt: list[int], n: int = 1, *, retention: float | None = None, **sampling: Any) -> Asked:
         """Greedy and without an end by EOS unless told otherwise."""
         given: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
         request = GenerationRequest(
@@ -141,6 +142,7 @@ class TinyEngine:
             prompt_ids=prompt,
             sampling=SamplingParams(**(given | sampling)),
             n=n,
+            retention=retention,
         )
         return Asked(self, request)
 
