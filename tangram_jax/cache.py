@@ -12,7 +12,7 @@ The host never reads any of this back: it keeps the same two numbers and counts 
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,24 @@ class Cache:
     @property
     def num_rows(self) -> int:
         return self.table.shape[0]
+
+    def row(self, row: Any) -> "Row":
+        """What is known of `row` i32[...]; of a number of no row that it is empty."""
+        return Row(
+            pages=self.table.at[row].get(mode="fill", fill_value=NO_PAGE),
+            tokens=self.tokens.at[row].get(mode="fill", fill_value=0),
+            tail=self.tail.at[row].get(mode="fill", fill_value=0),
+            budgets=self.budgets.at[row].get(mode="clip"),
+        )
+
+
+class Row(NamedTuple):
+    """One row of the cache, or several."""
+
+    pages: jax.Array  # i32[..., R]
+    tokens: jax.Array  # i32[...]
+    tail: jax.Array  # i32[...]
+    budgets: jax.Array  # i32[..., M]
 
 
 def row_layout(

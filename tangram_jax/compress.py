@@ -59,7 +59,7 @@ def tail_capacity(plan: CachePlan, cache: Cache) -> int:
 def candidates(plan: CachePlan, cache: Cache, row: jax.Array, chunk: int, count: jax.Array) -> Candidates:
     """What a chunk of `chunk` token slots, `count` of them valid, lays open for decision in `row`."""
     capacity = tail_capacity(plan, cache)
-    tokens, tail, budgets = cache.tokens[row], cache.tail[row], cache.budgets[row]
+    _, tokens, tail, budgets = cache.row(row)
     unlocked = plan.lengths(tokens, budgets) - plan.locked(tokens, budgets) + tail  # [M]
     c = np.arange(capacity + chunk)
     valid = (c >= capacity - unlocked[:, None]) & (c < capacity + count)
@@ -73,11 +73,12 @@ def read_tail(plan: CachePlan, cache: Cache, row: jax.Array, dtype: Any) -> jax.
     Columns of entries that do not exist hold whatever lies in some page.
     """
     capacity, layout = tail_capacity(plan, cache), cache.layout
-    length = plan.lengths(cache.tokens[row], cache.budgets[row]) + cache.tail[row]  # [M]
+    numbers, tokens, tail, budgets = cache.row(row)
+    length = plan.lengths(tokens, budgets) + tail  # [M]
     entry = length[:, None] - capacity + np.arange(capacity)  # [M, W]
     groups = slice(0, plan.num_groups)
     entry = jnp.clip(entry, 0, np.asarray(layout.capacity)[groups, None] * plan.page_size - 1)
-    page = cache.table[row][layout.first[groups, None] + entry // plan.page_size]
+    page = numbers[layout.first[groups, None] + entry // plan.page_size]
     columns = page, slice(None), slice(None)
     taken = byte_pages.entries_at(cache.pool, columns, entry % plan.page_size, dtype)  # [M, W, 2, Hp, D]
     return taken.transpose(2, 0, 3, 1, 4)
@@ -103,8 +104,8 @@ class Counts(NamedTuple):
 def counts(plan: CachePlan, cache: Cache, what: Candidates) -> Counts:
     """The counts of the row and chunk of `what`."""
     after = what.before + what.valid_tokens
-    budgets = cache.budgets[what.row]
-    before = plan.locked(cache.tokens[what.row], budgets)
+    _, tokens, _, budgets = cache.row(what.row)
+    before = plan.locked(tokens, budgets)
     locked, length = plan.locked(after, budgets), plan.lengths(after, budgets)
     return Counts(before, jnp.maximum(locked - before, 0), length - locked, length)
 
@@ -176,7 +177,7 @@ def write(
 
         groups = slice(0, plan.num_groups)
         inside = page < np.asarray(layout.capacity)[groups, None]
-        number = cache.table[row][jnp.where(inside, layout.first[groups, None] + page, 0)]
+        number = cache.row(row).pages[jnp.where(inside, layout.first[groups, None] + page, 0)]
         touched = inside & (page * size < length[:, None]) & (number != NO_PAGE)
         pages = jnp.where(touched, number, -1)
         chunk = slots - tail_kv.shape[3]
@@ -187,8 +188,8 @@ def write(
     return replace(
         cache,
         pool=pool,
-        tokens=cache.tokens.at[row].set(after),
-        tail=cache.tail.at[row].set(0),
+        tokens=cache.tokens.at[row].set(after, mode="drop"),
+        tail=cache.tail.at[row].set(0, mode="drop"),
     )
 
 

@@ -1,6 +1,6 @@
 """The engine's two steps as pure functions: a prefill chunk that compresses as it goes, and a decode step.
 
-Both are one function, `step`, over flat tokens: a chunk of one request and one token of each of several others share
+Both are one function, `step`, over flat tokens: chunks of some requests and one token of each of several others share
 the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
 """
 
@@ -22,7 +22,7 @@ from tangram_jax.step_layers import ChunkLayers, DecodeLayers
 class Chunk(NamedTuple):
     """The next tokens of one row. Arrays of the host or the device."""
 
-    row: Any  # i32[]
+    row: Any  # i32[]; a number of no row (cache.num_rows) makes an empty chunk
     tokens: Any  # i32[T], padded
     valid: Any  # i32[]: how many are, at least 1
 
@@ -40,50 +40,50 @@ def step(
     plan: CachePlan,
     scorer: Scorer,
     cache: Cache,
-    chunk: Chunk | None,
+    chunk: Chunk | list[Chunk] | None,
     decode: Decode | None,
     *,
     all_logits: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """Run a chunk, a batch of decode tokens, or both, and update the cache.
+    """Run chunks of one or several rows, a batch of decode tokens, or both, and update the cache.
 
-    Returns (logits f32[R, V], cache): the logits after the chunk's last valid token first (with `all_logits` those of
-    all T chunk tokens), then those of the B decode tokens. The rows' pages must be reserved; no row may be in both.
+    Returns (logits f32[R, V], cache): the logits after each chunk's last valid token first (with `all_logits` those of
+    all T tokens of each), then those of the B decode tokens. The rows' pages must be reserved; no row may be there twice.
     """
+    chunks = [chunk] if isinstance(chunk, Chunk) else chunk or []
     if decode:
         rows = jnp.asarray(decode.rows)  # a negative one would be counted from the end
         is_row = (rows >= 0) & (rows < cache.num_rows)
         decode = Decode(jnp.where(is_row, rows, cache.num_rows), jnp.asarray(decode.tokens))
     # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
-    alone = decode is not None and not chunk and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
+    alone = decode is not None and not chunks and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
     if alone and decode:
         decode = Decode(jnp.append(decode.rows, cache.num_rows), jnp.append(decode.tokens, 0))
-    tokens, positions, logits_at, there = _flatten(cache, chunk, decode, all_logits)
-    size = 0 if chunk is None else chunk.tokens.shape[0]
+    tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
+    ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
-    of_chunk = ChunkLayers(plan, config, scorer, cache, chunk, dtype) if chunk else None
+    of_chunks = [ChunkLayers(plan, config, scorer, cache, part, dtype) for part in chunks]
     of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype) if decode else None
 
     def attend(
         state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         by_head = q.reshape(q.shape[0], *heads)
+        parts: list[Any] = [*of_chunks, of_decode] if of_decode else [*of_chunks]
         out = []
-        if of_chunk:
-            out.append(of_chunk(layer, by_head[:size], k[:size], v[:size], sinks))
-        if of_decode:
-            out.append(of_decode(layer, by_head[size:], k[size:], v[size:], sinks))
+        for part, start, end in zip(parts, [0, *ends], [*ends, len(q)], strict=False):
+            out.append(part(layer, by_head[start:end], k[start:end], v[start:end], sinks))
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
 
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, there=there)
-    kept = of_chunk.kept if of_chunk else []
+    kept = [part.kept for part in of_chunks]
     new = of_decode.new if of_decode else []
     # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, new, logits = lax.optimization_barrier((kept, new, logits))
-    if of_chunk:
-        cache = of_chunk.write(cache, kept)
+    for part, what in zip(of_chunks, kept, strict=True):
+        cache = part.write(cache, what)
     if of_decode:
         cache = of_decode.append(cache, new)
     return logits[:1] if alone else logits, cache
@@ -131,22 +131,23 @@ _NO_SCORER: Any = None
 
 
 def _flatten(
-    cache: Cache, chunk: Chunk | None, decode: Decode | None, all_logits: bool
+    cache: Cache, chunks: list[Chunk], decode: Decode | None, all_logits: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Flat tokens, their true positions, the rows whose logits are wanted, and which tokens are no padding."""
     before = cache.tokens + cache.tail
     tokens, positions, logits_at, there = [], [], [], []
-    size = 0
-    if chunk:
-        size = chunk.tokens.shape[0]
+    start = 0
+    for chunk in chunks:
+        at = np.arange(chunk.tokens.shape[0])
         tokens.append(chunk.tokens)
-        positions.append(before[chunk.row] + np.arange(size))
-        logits_at.append(np.arange(size) if all_logits else jnp.asarray(chunk.valid - 1)[None])
-        there.append(np.arange(size) < chunk.valid)
+        positions.append(before.at[chunk.row].get(mode="fill", fill_value=0) + at)
+        logits_at.append(start + (at if all_logits else jnp.asarray(chunk.valid - 1)[None]))
+        there.append(at < chunk.valid)
+        start += len(at)
     if decode:
         tokens.append(decode.tokens)
         positions.append(before.at[decode.rows].get(mode="fill", fill_value=0))
-        logits_at.append(size + np.arange(decode.rows.shape[0]))
+        logits_at.append(start + np.arange(decode.rows.shape[0]))
         there.append(decode.rows < cache.num_rows)
     if not tokens:
         raise ValueError("a step needs a chunk, decode tokens, or both")

@@ -71,10 +71,12 @@ class ChunkLayers(_Layers):
         self._what = candidates(plan, cache, row, self._size, chunk.valid)
         self._tail = read_tail(plan, cache, row, dtype)
         self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
-        lengths = plan.lengths(cache.tokens[row], cache.budgets[row]) + cache.tail[row]
-        self._attention = ChunkAttention(shape, dtype, self._pages(row[None], lengths[None]), self._logits)
+        numbers, tokens, tail, budgets = cache.row(row)
+        lengths = plan.lengths(tokens, budgets) + tail
+        pages = self._pages(jnp.minimum(row, cache.num_rows - 1)[None], lengths[None])
+        self._attention = ChunkAttention(shape, dtype, pages, self._logits)
         if rings := plan.rings:
-            numbers = row_rings(rings, cache.table[row], cache.layout)
+            numbers = row_rings(rings, numbers, cache.layout)
             self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
             self._window_attention = WindowAttention(
                 shape, dtype, rings.window, self._rings.before, cache.pool, self._logits
@@ -121,16 +123,14 @@ class DecodeLayers(_Layers):
     ) -> None:
         """`rows` i32[B], `cache.num_rows` for an empty slot."""
         super().__init__(plan, config, cache)
-        tokens = cache.tokens.at[rows].get(mode="fill", fill_value=0)
-        tail = cache.tail.at[rows].get(mode="fill", fill_value=0)
-        budgets = cache.budgets.at[rows].get(mode="clip")
+        numbers, tokens, tail, budgets = cache.row(rows)
         there = (rows < cache.num_rows)[:, None]
         lengths = jnp.where(there, plan.lengths(tokens, budgets) + tail[:, None], 0)
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
         self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths), self._logits)
         if plan.rings:
-            numbers = row_rings(plan.rings, cache.table.at[rows].get(mode="clip"), cache.layout)
+            numbers = row_rings(plan.rings, numbers, cache.layout)
             pages = visible_pages(plan.rings, cache.pool, numbers, self._slots.tokens)
             self._window_attention = DecodeAttention(shape, dtype, pages, self._logits)
         self.new: list[jax.Array] = []  # qkv of each layer

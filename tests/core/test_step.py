@@ -200,25 +200,34 @@ def test_a_step_reads_and_writes_bytes_as_the_entries_they_stand_for():
             assert (np.abs(mine - theirs) <= 1.126 * largest / 254 + 1e-4).all()
 
 
-def test_a_chunk_and_decode_tokens_share_a_step():
+def test_chunks_and_decode_tokens_share_a_step():
+    """One row decodes, two have a chunk, and a third chunk is of no row."""
     plan = plan_of("ragged", 2, 8, min_entries=12)
-    first, second = random_tokens(40, 1), random_tokens(20, 2)
-    padded = np.pad(second, (0, SLOTS - 20))
+    texts = {0: random_tokens(40, 1), 1: random_tokens(90, 3), 2: random_tokens(20, 2)}
     cache = new_cache(plan)
-    for row, count in ((0, 40), (2, 20)):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(count), np.int32(4))
-    _, cache = prefill(plan, cache, first, 40, row=np.int32(0))
+    for row, text in texts.items():
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(len(text)), np.int32(4))
+    _, cache = prefill(plan, cache, texts[0], 40, row=np.int32(0))
+    _, cache = prefill(plan, cache, texts[1][:60], 60, row=np.int32(1))
     apart = jax.tree.map(jnp.copy, cache)
-    chunk = tj.Chunk(np.int32(2), padded, np.int32(20))
+
+    def chunk(row, tokens):
+        return tj.Chunk(np.int32(row), np.pad(tokens, (0, SLOTS - len(tokens))), np.int32(len(tokens)))
+
+    chunks = [chunk(2, texts[2]), chunk(cache.num_rows, texts[0][:1]), chunk(1, texts[1][60:])]
     decode = tj.Decode(np.array([0], np.int32), np.array([50], np.int32))
     both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(
-        PARAMS, CONFIG, plan, SNAPKV, cache, chunk, decode
+        PARAMS, CONFIG, plan, SNAPKV, cache, chunks, decode
     )
-    prefilled, apart = prefill(plan, apart, second, 20, row=np.int32(2))
+    short, apart = prefill(plan, apart, texts[2], 20, row=np.int32(2))
+    long, apart = prefill(plan, apart, texts[1][60:], 30, row=np.int32(1))
     decoded, apart = decode_step(PARAMS, CONFIG, plan, apart, rows=decode.rows, tokens=decode.tokens)
-    np.testing.assert_allclose(both, jnp.concatenate([*(x[None] for x in prefilled), decoded]), atol=1e-4)
+    np.testing.assert_allclose(
+        both[np.array([0, 2, 3])], jnp.stack([short[0], long[0], decoded[0]]), atol=1e-4
+    )
     np.testing.assert_allclose(cache.pool, apart.pool, atol=1e-5)
-    np.testing.assert_array_equal(cache.tail, apart.tail)
+    for name in ("tail", "tokens", "table", "free", "num_free"):
+        np.testing.assert_array_equal(getattr(cache, name), getattr(apart, name))
 
 
 def entries_of(plan, cache, row, head) -> np.ndarray:
