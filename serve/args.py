@@ -60,6 +60,7 @@ class ServeConfig:
     gpu_memory_utilization: float = 0.9
     prefix_cache: bool = True
     max_stored_sessions: int = 64
+    kv_offloading_size: float = 0.0  # GiB of host memory for stored rows that must leave the pool
 
     profile: str | None = None  # a .npz file; None: the one shipped for the model, otherwise uniform budgets
     retention: float | None = None  # None: as calibrated
@@ -120,6 +121,10 @@ class ServeConfig:
             if fraction is not None and not 0.0 < fraction <= 1.0:
                 hint = f", e.g. {fraction / 100:g} for {fraction:g}%" if 1 < fraction <= 100 else ""
                 faults.append(f"{flag} is {fraction:g}: write a fraction above 0 and at most 1{hint}")
+        if not 0.0 <= self.kv_offloading_size <= 2**20:
+            faults.append(
+                f"--kv-offloading-size is {self.kv_offloading_size:g}: write GiB of host memory, e.g. 16, or 0 for none"
+            )
         return faults
 
     def _choice_faults(self) -> list[str]:
@@ -178,6 +183,12 @@ class ServeConfig:
             faults.append(
                 f"--max-retention ({self.max_retention:g}) is below --retention ({self.retention:g}): write at least that"
             )
+        if self.kv_offloading_size > 0 and not (self.prefix_cache and self.max_stored_sessions):
+            off = "--no-enable-prefix-caching" if not self.prefix_cache else "--max-stored-sessions 0"
+            faults.append(
+                f"--kv-offloading-size {self.kv_offloading_size:g} keeps stored conversations, of which {off} leaves none: "
+                "write one of them"
+            )
         tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and requests is not None and 1 <= tokens < requests:
             faults.append(
@@ -185,6 +196,11 @@ class ServeConfig:
                 f"request gets a token in a step: write at least {requests}"
             )
         return faults
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `kv_offloading_size`."""
+        return int(self.kv_offloading_size * 2**30)
 
     def on(self, machine: Batching) -> Batching:
         """What was asked for, the rest as `machine` has it, so that every running request gets a token in a step."""
@@ -319,6 +335,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     memory.add_argument(
         "--max-stored-sessions", type=int, metavar="N", help=f"(default {default.max_stored_sessions})"
+    )
+    memory.add_argument(
+        "--kv-offloading-size",
+        type=float,
+        metavar="GIB",
+        help="host memory for conversations that the pool has no room for until they go on (default 0: none)",
     )
 
     http = parser.add_argument_group("HTTP")

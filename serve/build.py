@@ -1,5 +1,6 @@
 """From a checked configuration to an engine: model, profile, plan, buckets, and how many pages the memory holds."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -24,6 +25,7 @@ from serve.errors import APIError
 from serve.protocol import CompletionRequest
 from serve.runner import Runner
 from serve.scheduler import Limits
+from serve.transfers import allow_pinned, under_way_bytes
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
 from tangram_jax.profile import BudgetProfile
@@ -116,6 +118,8 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
 
     `programs`: see `Runner`.
     """
+    check_host_memory(config.host_bytes)
+    allow_pinned(config.host_bytes)
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     cache_dtype(config, dtype)  # what is wrong with it is said before minutes of loading
@@ -194,10 +198,11 @@ def build_engine(
         if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
+        widest = row_layout(plan, max_model_len, tail).width  # of rows that ask for the most
+        chunk += under_way_bytes(page_bytes, widest, config.host_bytes)
         free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
         # Never more than all rows can fill.
-        most = row_layout(plan, max_model_len, tail).width * (batching.max_num_seqs + stored)
-        num_pages = max(1, min(free // page_bytes, most))
+        num_pages = max(1, min(free // page_bytes, widest * (batching.max_num_seqs + stored)))
     if num_pages < largest:
         # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
         fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
@@ -225,6 +230,7 @@ def build_engine(
         max_tail=tail,
         cache_dtype=stores,
         programs=programs,
+        host_bytes=config.host_bytes,
     )
     limits = Limits(
         max_running=batching.max_num_seqs,
@@ -234,6 +240,7 @@ def build_engine(
         max_chunk=buckets.largest_chunk,
         max_chunk_beside_decode=buckets.mixed_chunks[-1],
         prompt_logprob_chunk=buckets.prompt_logprobs,
+        host_bytes=config.host_bytes,
     )
     engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
     full = max_model_len * plan.group_of.size // (plan.heads_per_page * plan.page_size)
@@ -251,6 +258,8 @@ def build_engine(
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
+    if config.host_bytes:
+        summary += f" and more in {config.kv_offloading_size:g} GiB of host memory"
     return Built(engine, model, plan, summary, defaults)
 
 
@@ -268,6 +277,18 @@ def _free_on_gpu(utilization: float, params: Any, chunk: int) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     return int(utilization * stats.get("bytes_limit", 0)) - weights - chunk - GPU_RESERVE
+
+
+def check_host_memory(wanted: int) -> None:
+    """Raises ConfigError where a machine does not have so many bytes."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such file: no limit of this process's own
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    if wanted > most:
+        raise ConfigError(
+            f"--kv-offloading-size {wanted / 2**30:g} is more GiB than this machine's memory has ({most / 2**30:.1f}): "
+            "write less"
+        )
 
 
 def _free_on_cpu() -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from serve.grammar import GrammarFailure
+from serve.handles import Handles
 from serve.request import (
     EngineStats,
     EngineUnavailable,
@@ -21,7 +22,7 @@ from serve.request import (
     RequestRejected,
     TokenOutput,
 )
-from serve.runner import Handles, Runner
+from serve.runner import Runner
 from serve.scheduler import Limits, Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
@@ -65,7 +66,7 @@ class Engine:
         self._retired = Counter[str]()  # counters of schedulers before the present one
         self._gauges: tuple[int, float | None] = 0, None  # pages_stored, retention_reached
         self._gauges_due = 0.0
-        self._stats = EngineStats(pages_total=num_pages)
+        self._stats = EngineStats(pages_total=num_pages, host_bytes_total=limits.host_bytes)
         self._page_bytes = runner.cache.pool.nbytes // max(1, num_pages)
 
     # The side of the HTTP layer: any thread
@@ -200,7 +201,10 @@ class Engine:
             self._read(handles, done.chunk)
 
     def _recover(self, error: Exception) -> bool:
-        """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back."""
+        """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back.
+
+        Copies in host memory go with it: those made since the step began may be of what it has spoilt.
+        """
         log.exception("A step failed; all running requests end with an error")
         self._under_way.clear()
         self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
@@ -349,6 +353,7 @@ class Engine:
 
     def _update_stats(self) -> None:
         scheduler, counters = self._scheduler, self._retired + self._scheduler.counters
+        host = scheduler.offload.store
         now = time.monotonic()
         if now >= self._gauges_due or not (self._busy or self._under_way):
             self._gauges_due = now + GAUGE_SECONDS
@@ -369,6 +374,13 @@ class Engine:
             preemptions_total=counters["preemptions"],
             tail_compressions_total=counters["tail_compressions"],
             steps_total=self._totals["steps"],
+            host_sessions=len(host),
+            host_bytes=host.used,
+            host_bytes_total=host.limit,
+            offloaded_tokens_total=counters["offloaded_tokens"],
+            offloaded_bytes_total=counters["offloaded_bytes"],
+            restored_tokens_total=counters["restored_tokens"],
+            restored_bytes_total=counters["restored_bytes"],
             compilations_after_warmup=self._runner.compilations,
             retention_target=self._runner.plan.profile.retention,
             retention_reached=self._gauges[1],

@@ -24,6 +24,9 @@ _GAUGES = (
     ("kv_pages_stored", "pages_stored", "KV pages owned by stored sessions alone"),
     ("kv_page_bytes", "page_bytes", "Size of one KV page in bytes"),
     ("stored_sessions", "stored_sessions", "Compressed conversations kept for reuse"),
+    ("offloaded_sessions", "host_sessions", "Compressed conversations kept in host memory"),
+    ("offload_bytes", "host_bytes", "Bytes that they take there"),
+    ("offload_limit_bytes", "host_bytes_total", "Bytes that they may take there"),
     (
         "compilations_after_warmup",
         "compilations_after_warmup",
@@ -48,6 +51,10 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_hit_tokens_total", "Prompt tokens found in stored prefixes"),
     ("num_preemptions", "preemptions_total", "Requests whose pages were taken back"),
     ("tail_compressions", "tail_compressions_total", "Uncompressed tails compressed during decode"),
+    ("kv_offloaded_tokens", "offloaded_tokens_total", "Tokens of conversations copied to host memory"),
+    ("kv_offloaded_bytes", "offloaded_bytes_total", "Bytes of these copies"),
+    ("kv_restored_tokens", "restored_tokens_total", "Tokens of conversations brought back from host memory"),
+    ("kv_restored_bytes", "restored_bytes_total", "Bytes of these copies"),
     ("engine_steps", "steps_total", "Steps of the engine"),
 )
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)

@@ -105,6 +105,13 @@ class EngineStats:
     preemptions_total: int = 0
     tail_compressions_total: int = 0
     steps_total: int = 0
+    host_sessions: int = 0  # rows in host memory, and the bytes that they take there
+    host_bytes: int = 0
+    host_bytes_total: int = 0  # that they may take
+    offloaded_tokens_total: int = 0  # copied there before their pages were given up
+    offloaded_bytes_total: int = 0
+    restored_tokens_total: int = 0  # brought back
+    restored_bytes_total: int = 0
     compilations_after_warmup: int = 0  # must stay 0
     retention_target: float | None = None
     retention_reached: float | None = None  # entries held / entries of full KV, over the tokens held now

@@ -1,10 +1,10 @@
 """What the scheduler asks of the device."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from serve.sequence import Sequence
+from serve.sequence import RowState, Sequence
 
 
 class RowOperations(Protocol):
@@ -18,3 +18,18 @@ class RowOperations(Protocol):
     def release(self, row: int) -> None: ...
     def start(self, sequence: Sequence) -> None:
         """The sequence has a row: set its sampling parameters."""
+
+    # Copies in host memory, dispatched only. `pages` i64[page lists]: those that hold something of the row.
+
+    def saved_bytes(self, pages: int) -> int:
+        """Bytes that a copy of so many pages takes."""
+
+    def save(self, state: RowState, pages: np.ndarray) -> object | None:
+        """A copy of the row, which may be released at once; None if there is no memory for it."""
+
+    def load(self, state: RowState, pages: np.ndarray, saved: Any) -> None:
+        """Fill a row that was just reserved with what was saved, and set its numbers."""
+
+    @property
+    def copies_wait(self) -> bool:
+        """Whether the next copy would have to wait for those before."""

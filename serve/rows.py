@@ -1,5 +1,6 @@
 """Rows of the cache and their pages, in the host's mirror and on the device at once."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from serve.pages import PageBook
 from serve.row_operations import RowOperations
 from serve.sequence import RowState
-from serve.sessions import SessionStore
+from serve.sessions import SessionStore, StoredSession
 from tangram_jax.plan import CachePlan
 
 
@@ -21,10 +22,15 @@ class Rows:
         self.pages = PageBook(num_pages, plan.num_page_lists)
         self.sessions = SessionStore(max_stored)
         self.free = list(range(count))[::-1]
+        self.on_evict: Callable[[StoredSession], None] = lambda session: None  # called before its row is gone
 
     def wanted(self, budgets: np.ndarray, tokens: int, tail: int) -> np.ndarray:
         """Pages of each page list of the plan, i64[...]."""
         return self._plan.group_pages(tokens, tail, budgets).astype(np.int64)
+
+    def held(self, state: RowState) -> np.ndarray:
+        """Those that hold something of a row, i64[...]: it may have more."""
+        return self.wanted(state.budgets, state.compressed, max(state.tail, 0))
 
     def _shareable(self, state: RowState) -> np.ndarray:
         return self._plan.shared_group_pages(state.compressed, state.budgets).astype(np.int64)
@@ -58,6 +64,7 @@ class Rows:
         session = self.sessions.evict()
         if session is None:
             return False
+        self.on_evict(session)
         self.release(session.state)
         return True
 

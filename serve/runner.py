@@ -9,7 +9,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,45 +20,25 @@ import numpy as np
 from models.config import ModelConfig
 from serve.buckets import Buckets
 from serve.compiling import Program, compile_all, threads_for
+from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.sequence import Sequence, Work
+from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
 from tangram_jax import sampling
-from tangram_jax.cache import Cache, init_cache
+from tangram_jax.cache import Cache, init_cache, row_layout
 from tangram_jax.plan import CachePlan
 from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
 from tangram_jax.sampling_filters import mask_words
 from tangram_jax.scorers import Scorer
 from tangram_jax.step import Chunk, Decode, step
 
-TOP_LOGPROBS = 20
 VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
 MASKED = VARIANTS[2]  # of a batch in which a grammar allows some tokens only: one program for all of them
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the tokens after each of a chunk's: handles, see `Handles`."""
-
-    logprobs: jax.Array  # f32[T]
-    top_ids: jax.Array  # i32[T, TOP_LOGPROBS]
-    top_logprobs: jax.Array  # f32[T, TOP_LOGPROBS]
-
-
-@dataclass(frozen=True)
-class Handles:
-    """Results under way on the device; row i belongs to sequence i, None where the sample means nothing."""
-
-    sequences: list[Sequence | None]
-    tokens: jax.Array | None
-    logprobs: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
-    prompt: PromptScores | None = None
 
 
 def _on_duration(runner: "weakref.ref[Runner]", event: str, duration_secs: float, **_: Any) -> None:
@@ -70,7 +49,7 @@ def _on_duration(runner: "weakref.ref[Runner]", event: str, duration_secs: float
         living.note_compilation()
 
 
-class Runner:
+class Runner(RowCopies):
     """Implements RowOperations for the scheduler and runs its work."""
 
     def __init__(
@@ -87,8 +66,12 @@ class Runner:
         max_tail: int,
         cache_dtype: Any = jnp.float32,
         programs: Path | None = None,
+        host_bytes: int = 0,
     ) -> None:
-        """`programs`: directory in which traced programs are kept for the next start; None: nowhere."""
+        """`programs`: directory in which traced programs are kept for the next start; None: nowhere.
+
+        `host_bytes`: of host memory that copies of rows may take; 0: there are none.
+        """
         self._device = jax.local_devices()[0]
         self.params = jax.device_put(params, self._device)
         self.config, self.plan, self.buckets = config, plan, buckets
@@ -111,6 +94,11 @@ class Runner:
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves
         self.cache: Cache
         self.sampler: SamplerState
+        self.transfers: Transfers | None = None
+        if host_bytes:
+            page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
+            widest = row_layout(plan, max_model_len, max_tail).width
+            self.transfers = Transfers(self._device, page_bytes, widest, host_bytes)
         self.compilations = 0  # since warm-up, of the thread that claimed this runner
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
@@ -142,6 +130,8 @@ class Runner:
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("cache", None)
         self.__dict__.pop("sampler", None)
+        if self.transfers:
+            self.transfers.reset()
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
         fresh = self._new_cache(), sampling.init_sampler(self.num_rows, self.config.vocab_size)
         self.cache, self.sampler = jax.block_until_ready(jax.device_put(fresh, self._device))
@@ -330,6 +320,9 @@ class Runner:
             else:
                 *_, self.sampler = result
             jax.block_until_ready(result)
+        if self.transfers:
+            yield "host memory"
+            self.transfers.pin(self.cache)
         yield "reset"
         self.reset()
         self.compilations = 0
@@ -361,6 +354,8 @@ class Runner:
         self.trim(0, 0, 0)
         self.release(0)
         self.release(1 % self.num_rows)
+        if self.transfers:
+            self.cache = self.transfers.warm_up(self.cache)
         size = self.buckets.largest_chunk
         params = sampling.row_params(seed=0)
         self.sampler = sampling.set_row(self.sampler, np.int32(0), params)

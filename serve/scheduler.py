@@ -12,6 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from serve.host_store import HostedSession
+from serve.offload import Offload
 from serve.prefixes import Prefixes
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
@@ -35,6 +37,7 @@ class Limits:
     max_chunk_beside_decode: int  # the same while others decode, so that their streams go on
     prompt_logprob_chunk: int
     least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
+    host_bytes: int = 0  # of host memory, for stored rows that must leave the pool
 
 
 class Scheduler:
@@ -54,6 +57,7 @@ class Scheduler:
         # The same array for the same retention: rows with equal budgets are told by that. One that was forgotten is made
         # anew, and what is stored under it is not found.
         self.budgets = lru_cache(maxsize=RETENTIONS)(plan.budgets_at)
+        self.offload = Offload(self.rows, device, limits.host_bytes, limits.least_shared, self.counters)
 
     # Admission
 
@@ -123,10 +127,17 @@ class Scheduler:
         if any(s.keep and sequence.continues(s) for s in self._closing):
             return False  # a fast client: the turn before will be stored when its last step is in
         session, stays = self._stored(sequence)
+        hosted, stays = self._hosted(sequence, stays)
         if self._prefixes.awaited(sequence, stays, self.running):
             return False
         room = self._room_after(sequence)
         wanted = self.rows.wanted(sequence.budgets, len(sequence.tokens), room)
+        missing = self.pages.missing(session.state.holding if session else self.pages.empty(), wanted)
+        if (hosted or missing > self.pages.free) and self.running and self.offload.busy:
+            return False  # copies take their time: others go on meanwhile
+        if hosted:
+            restored = self.offload.restore(hosted, stays, len(sequence.tokens), wanted)
+            session, stays = (restored, stays) if restored else self._stored(sequence)
         if session:
             self.sessions.remove(session)
             state = self._prefixes.copy(session, sequence, stays, wanted) or session.state
@@ -156,6 +167,12 @@ class Scheduler:
         if sequence.needs_prompt_logprobs or not self.limits.max_stored:
             return None, 0
         return self.sessions.find(sequence.token_array, sequence.budgets, self._reach_back) or (None, 0)
+
+    def _hosted(self, sequence: Sequence, stays: int) -> tuple[HostedSession | None, int]:
+        """The same of those in host memory, if there is one that saves more than `stays` tokens."""
+        if sequence.needs_prompt_logprobs or not self.limits.host_bytes:
+            return None, stays
+        return self.offload.find(sequence.token_array, sequence.budgets, self._reach_back, stays)
 
     def _fork_parent(self, sequence: Sequence) -> bool:
         """Share the prompt's pages of another choice of the same request, as soon as it has been prefilled."""
@@ -251,6 +268,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.state is not None
         self.counters["preemptions"] += 1
+        self.offload.preempted(sequence)
         self.rows.release(sequence.state)
         sequence.state, sequence.phase = None, Phase.WAITING
         self.running.remove(sequence)

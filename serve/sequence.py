@@ -31,6 +31,11 @@ class RowState:
     def cached(self) -> int:
         return self.compressed + self.tail
 
+    def like(self, other: "RowState") -> bool:
+        """Whether its pages hold as much, kept by the same law."""
+        same = (self.compressed, self.tail) == (other.compressed, other.tail)
+        return same and self.budgets is other.budgets
+
 
 @dataclass(eq=False)
 class Sequence:

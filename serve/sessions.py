@@ -1,7 +1,7 @@
 """Rows at rest, until their pages are needed: conversations between two turns, and what several prompts begin with."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ class StoredSession:
     tokens: np.ndarray
     is_prefix: bool = False  # what several prompts begin with: they go on from copies of it
     is_used: bool = False  # of a prefix: one did
+    is_spare: bool = False  # kept only where nothing else has to go for it
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -61,6 +62,7 @@ class SessionStore:
 
     def put(self, session: StoredSession, *, first_to_go: bool = False) -> None:
         """Store it as the one that was used last, or as the one to be evicted first."""
+        session.is_spare = first_to_go
         self._sessions[session.state.row] = session
         self._sessions.move_to_end(session.state.row, last=not first_to_go)
 
@@ -74,30 +76,40 @@ class SessionStore:
     def find(
         self, prompt: np.ndarray, budgets: np.ndarray, reach_back: "ReachBack"
     ) -> tuple[StoredSession, int] | None:
-        """The session that saves most of `prompt` i32[n] under `budgets`, and how many of its tokens stay.
-
-        A stored row is a state, not a list of states: compressed tokens cannot be taken apart again. So the prompt must
-        extend what was compressed, save for what `reach_back` allows; generated tokens after that may be cut anywhere.
-        At least one token of the prompt is always left to run, for its logits.
-        """
-        best: tuple[int, StoredSession] | None = None
-        for session in self:
-            if session.state.budgets is not budgets:
-                continue
-            if best and (len(session.tokens) < best[0] or session.tokens[best[0] - 1] != prompt[best[0] - 1]):
-                continue  # it has less in common
-            stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
-            compressed = session.state.compressed
-            if len(prompt) < compressed or stays < compressed - reach_back(session.state) or stays < 1:
-                continue
-            # Of two that save as much the prefix, which loses nothing by it.
-            if best is None or (stays, session.is_prefix) > (best[0], best[1].is_prefix):
-                best = stays, session
-        return (best[1], best[0]) if best else None
+        """The session that saves most of `prompt` i32[n] under `budgets`, and how many of its tokens stay."""
+        return find(self, prompt, budgets, reach_back)
 
     def unused_prefix(self) -> StoredSession | None:
         """The least recently stored prefix from which no prompt has gone on."""
         return next((s for s in self if s.is_prefix and not s.is_used), None)
+
+
+def find[S: StoredSession](
+    sessions: Iterable[S], prompt: np.ndarray, budgets: np.ndarray, reach_back: "ReachBack", least: int = 1
+) -> tuple[S, int] | None:
+    """The one of `sessions` that saves most of `prompt` i32[n] under `budgets`; how many tokens stay, `least` or more.
+
+    A stored row is a state, not a list of states: compressed tokens cannot be taken apart again. So the prompt must
+    extend what was compressed, save for what `reach_back` allows; generated tokens after that may be cut anywhere.
+    At least one token of the prompt is always left to run, for its logits.
+    """
+    best: tuple[S, int] | None = None
+    most = least
+    if len(prompt) <= least:
+        return None
+    for session in sessions:
+        if session.state.budgets is not budgets:
+            continue
+        if len(session.tokens) < most or session.tokens[most - 1] != prompt[most - 1]:
+            continue  # it has less in common; most end here
+        stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
+        compressed = session.state.compressed
+        if len(prompt) < compressed or stays < compressed - reach_back(session.state) or stays < most:
+            continue
+        # Of two that save as much the prefix, which loses nothing by it.
+        if best is None or (stays, session.is_prefix) > (most, best[0].is_prefix):
+            best, most = (session, stays), stays
+    return best
 
 
 class ReachBack:
