@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from models.testing import tiny_config
-from serve.runner import Handles
+from serve.handles import Handles
 from serve.scheduler import Limits
-from serve.sequence import Phase, Sequence, Work
+from serve.sequence import Phase, RowState, Sequence, Work
 from tangram_jax.plan import CachePlan
 
 CONFIG = tiny_config()
@@ -170,10 +170,38 @@ class FakeDevice:
         row = self.rows[sequence.state.row]
         row.seed, row.last_token = sequence.seed, sequence.tokens[-1]
 
+    copies_wait = False  # of `RowOperations`: for a while after a copy
+
+    def saved_bytes(self, pages: int) -> int:
+        return pages
+
+    def save(self, state: RowState, pages: np.ndarray) -> object | None:
+        """Only the tokens that were asked for; a row loses nothing by it."""
+        self.calls.append(("save", state.row, int(pages.sum())))
+        row = self.rows[state.row]
+        assert state.compressed == row.compressed
+        assert state.cached <= len(row.content)
+        assert (pages == self.plan.group_pages(state.compressed, max(state.tail, 0), row.budgets)).all()
+        assert (pages <= [len(own) for own in row.pages]).all()
+        self.copies_wait = True
+        return replace(row, content=row.content[: state.cached], pages=[])
+
+    def load(self, state: RowState, pages: np.ndarray, saved: Any) -> None:
+        self.calls.append(("load", state.row, int(pages.sum())))
+        row = self.rows[state.row]
+        assert (row.content, row.compressed) == ([], 0)
+        assert row.budgets is saved.budgets
+        assert pages.tolist() == [len(own) for own in row.pages]
+        assert all(self.owners[page] == 1 for own in row.pages for page in own)
+        row.content, row.compressed, row.lost = list(saved.content), saved.compressed, saved.lost
+        assert (state.compressed, state.tail) == (row.compressed, row.tail)
+        self.copies_wait = True
+
     # Steps
 
     def run(self, work: Work, read_all: Callable[[], None]) -> Handles:
         """The tokens sampled, as a list in the order of the sequences (None where the sample means nothing)."""
+        self.copies_wait = False
         sequences: list[Sequence | None] = []
         rows: list[int] = []
         scored = False

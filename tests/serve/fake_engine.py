@@ -86,6 +86,8 @@ class FakeEngine:
             pages_total=12,
             generation_tokens_total=self.generated,
             prefix_hit_tokens_total=7,
+            host_bytes=5,
+            restored_tokens_total=6,
             retention_reached=0.5,
             extra={"fake_gauge": 2.0},
         )

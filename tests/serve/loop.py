@@ -149,9 +149,20 @@ class Loop:
             assert session.tokens.tolist() == row.content
             assert session.state.cached == len(row.content)
         assert len(rows) == len(set(rows))
+        self._check_host()
         if not self.busy:
             assert scheduler.pages.used == scheduler.sessions.pages
             assert len(rows) + len(scheduler.rows.free) == len(runner.rows)
+
+    def _check_host(self) -> None:
+        """Copies are whole, and no more than there is memory for."""
+        store = self.scheduler.offload.store
+        assert store.used == sum(session.size for session in store) <= store.limit
+        for session in () if self.busy else store:
+            saved: Any = session.saved
+            assert saved.content == session.tokens.tolist()
+            assert (saved.compressed, saved.tail) == (session.state.compressed, session.state.tail)
+            assert session.size == self.scheduler.rows.held(session.state).sum()
 
     def _check_sequence(self, s: Sequence) -> None:
         assert s.state is not None

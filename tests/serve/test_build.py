@@ -12,7 +12,7 @@ from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
 from serve.buckets import make_buckets
-from serve.build import build_engine, choose_profile, sampling_defaults
+from serve.build import build, build_engine, choose_profile, sampling_defaults
 from tangram_jax.profile import BudgetProfile
 
 
@@ -81,6 +81,20 @@ def test_a_pool_of_bytes_holds_more_tokens_in_the_same_memory():
     assert pages[1] == pages[0] * 4 * 64 // 65  # a row of scales for the 64 entries of a page
     with pytest.raises(ConfigError, match="bfloat16 for a model in float32: write auto, int8, or --dtype bf"):
         build("bfloat16")
+
+
+def test_host_memory_is_said_and_must_be_there(monkeypatch):
+    config = tiny_config(num_layers=2)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    built = build_engine(
+        ServeConfig(kv_offloading_size=0.5, max_num_seqs=1, num_pages=4000), model, dtype=jnp.float32
+    )
+    assert built.summary.endswith("64 stored and more in 0.5 GiB of host memory")
+    assert built.engine.stats().host_bytes_total == built.engine._scheduler.offload.store.limit == 2**29
+    with pytest.raises(
+        ConfigError, match=r"--kv-offloading-size 1e\+06 is more GiB than this machine's memory has \("
+    ):
+        build(ServeConfig(kv_offloading_size=1e6))
 
 
 def test_heads_that_would_leave_columns_empty_are_refused():

@@ -5,6 +5,7 @@ Most of it with one like Gemma 2, whose soft caps come on top.
 
 import numpy as np
 
+from tests.serve.test_engine_stored import check_coming_back
 from tests.serve.tiny_engine import (
     GEMMA2,
     GPT_OSS,
@@ -93,3 +94,7 @@ def test_attention_sinks_and_bytes():
         page = 2 * 2 * (8 + 1) * GPT_OSS.head_dim  # eight entries of two heads, and their scales
         assert tiny.engine.stats().page_bytes == page
         tiny.forget()
+
+
+def test_rings_and_bytes_come_back_from_host_memory():
+    check_coming_back("gpt_oss")

@@ -42,6 +42,7 @@ def test_all_flags(tmp_path):
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
     assert parse_args(["--no-prefix-cache"]).prefix_cache is False
+    assert parse_args(["--kv-offloading-size", "1.5"]).host_bytes == 3 * 2**29
 
 
 def test_api_key_from_the_environment(monkeypatch):
@@ -90,6 +91,13 @@ def test_api_key_from_the_environment(monkeypatch):
             "no such file; make one with `python -m calibrate --model smollm2-135m-instruct",
         ),
         ("--num-pages 5 --kv-cache-memory 1G", "write one of them"),
+        ("--kv-offloading-size -1", "--kv-offloading-size is -1: write GiB of host memory, e.g. 16, or 0"),
+        ("--kv-offloading-size nan", "--kv-offloading-size is nan: write GiB"),
+        (
+            "--kv-offloading-size 2 --no-enable-prefix-caching",
+            "keeps stored conversations, of which --no-enable-prefix-caching leaves none: write one of them",
+        ),
+        ("--kv-offloading-size 2 --max-stored-sessions 0", "of which --max-stored-sessions 0 leaves none"),
         ("--kv-cache-memory lots", "'lots' is not a size: write for example 2GiB"),
         ("--seed x", "invalid int value"),
         ("--max-model 5", "unrecognized arguments"),

@@ -166,6 +166,8 @@ def test_metrics(served):
     assert metric(served, "tangram:kv_pages_total") == 12
     assert metric(served, "tangram:kv_cache_usage_perc") == 0.25
     assert metric(served, "tangram:prefix_cache_hits_total") == 7
+    assert metric(served, "tangram:offload_bytes") == 5
+    assert metric(served, "tangram:kv_restored_tokens_total") == 6
     assert metric(served, "tangram:generation_tokens_total") == served.engine.generated
     assert metric(served, "tangram:compilations_after_warmup") == 0
     assert metric(served, "tangram:retention_reached") == 0.5

@@ -82,6 +82,16 @@ CASES = {
         make_plan(sliding=SlidingLayers(1, 30, max_tail=9)),
         230,
     ),
+    "host memory": (
+        {"max_running": 4, "max_stored": 3, "max_tail": 9, "host_bytes": 700},
+        make_plan(max_retention=0.9),
+        210,
+    ),
+    "rings in host memory": (
+        {"max_running": 4, "max_stored": 2, "max_tail": 9, "host_bytes": 900},
+        make_plan(sliding=SlidingLayers(1, 30, max_tail=9)),
+        230,
+    ),
     "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
     "budgets of their own": ({"max_running": 4, "max_tail": 9}, make_plan(max_retention=0.9), 260),
 }
@@ -98,6 +108,7 @@ def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
     assert sum(job.request.sampling.grammar is not None for job in bench.jobs) > 20
     assert bench.scheduler.counters["prefix_hits"] > 0 or not limits.get("max_stored", 4)
     assert any(call[0] == "fork" for call in bench.runner.calls)
+    assert any(call[0] == "load" for call in bench.runner.calls) == bool(limits.get("host_bytes"))
     bench.evict_all()
 
 

@@ -31,6 +31,7 @@ WINDOWS: dict[str, Any] = {"num_layers": 2, "sliding_window": 40, "sliding_layer
 GEMMA2, GPT_OSS = tiny_gemma2_config(**WINDOWS), tiny_gpt_oss_config(**WINDOWS)
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
+HOST = 64 << 20  # bytes of host memory for engines that use any
 BUCKETS = Buckets(mixed_chunks=(16,), largest_chunk=48, batches=(RUNNING,), prompt_logprobs=32)
 BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 
@@ -71,6 +72,7 @@ def tiny_runner(kind: str) -> Runner:
         max_model_len=LENGTH,
         max_tail=MAX_TAIL,
         cache_dtype=jnp.uint8 if kind == "gpt_oss" else jnp.float32,
+        host_bytes=HOST,
     )
 
 
@@ -213,7 +215,12 @@ class TinyEngine:
 
 @contextlib.contextmanager
 def tiny_engine(
-    kind: str = "full", *, pages: int = PAGES, max_stored: int = STORED, max_tail: int = MAX_TAIL
+    kind: str = "full",
+    *,
+    pages: int = PAGES,
+    max_stored: int = STORED,
+    max_tail: int = MAX_TAIL,
+    host_bytes: int = 0,
 ) -> Iterator[TinyEngine]:
     """An engine over `tiny_runner(kind)`, which serves one engine at a time; stopped at the end."""
     runner = tiny_runner(kind)
@@ -225,6 +232,7 @@ def tiny_engine(
         max_chunk=BUCKETS.largest_chunk,
         max_chunk_beside_decode=BUCKETS.mixed_chunks[-1],
         prompt_logprob_chunk=BUCKETS.prompt_logprobs,
+        host_bytes=host_bytes,
     )
     engine = Engine(runner, limits, num_pages=pages)
     engine.start()
