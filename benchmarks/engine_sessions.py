@@ -2,15 +2,18 @@
 
   python -m benchmarks.engine_sessions                   16 conversations of 30K tokens, 8B shape, on one Hopper GPU
   python -m benchmarks.engine_sessions --sessions 6 --history 100000
+  python -m benchmarks.engine_sessions --sessions 48 --retention 0.25 --kv-gib 20 --offload-gib 64
+                                                         more than fit compressed, without host memory and with it
 
 All conversations send a turn at once: `--add` new tokens, `--generate` tokens back. They differ in retention alone and
 have as much memory for keys and values, by default what vLLM has beside the weights of Llama-3.1-8B on a card of 80 GB.
 Weights are random, budgets lognormal over the heads around the retention. "cached" is the share of the prompts' tokens that
-the engine still held.
+the engine still held, in host memory included; "restored" the GiB that came back from there.
 """
 
 import argparse
 import gc
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import numpy as np
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from serve.engine import Engine
+from serve.transfers import allow_pinned
 
 
 def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -29,9 +33,12 @@ def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[
     prompts = [rng.integers(0, vocab, args.history).tolist() for _ in range(args.sessions)]
     rows = []
     for turn in range(args.turns):
+        before = engine.stats().restored_bytes_total
         seconds, outputs = answer_all(engine, prompts, args.generate)
         cached = outputs.cached / sum(map(len, prompts))
         rows.append({"turn": turn + 1, "seconds": round(seconds, 2), "cached": round(cached, 3)})
+        if args.offload_gib:
+            rows[-1]["restored"] = round((engine.stats().restored_bytes_total - before) / 2**30, 2)
         print(rows[-1], flush=True)
         new = rng.integers(0, vocab, (args.sessions, args.add)).tolist()
         prompts = [p + a + n for p, a, n in zip(prompts, outputs.tokens, new, strict=True)]
@@ -51,31 +58,44 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--retention", type=float, nargs="*", default=[1.0, 0.25])
     parser.add_argument("--kv-gib", type=float, default=55.0, help="memory for keys and values")
+    parser.add_argument(
+        "--offload-gib",
+        type=float,
+        default=0.0,
+        help="host memory for more: each retention without it and with it",
+    )
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
+    allow_pinned(int(args.offload_gib * 2**30))  # before JAX begins
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     params = decode_step.random_weights(config)
     device = jax.devices()[0].device_kind
     print(device, flush=True)
     results: dict[str, Any] = {"device": device, "arguments": vars(args)}
-    for retention in args.retention:
+    names: list[str] = []
+    for retention, offload in itertools.product(
+        args.retention, (0.0, args.offload_gib)[: 1 + bool(args.offload_gib)]
+    ):
         engine = start_engine(
             config, params, retention,
             max_num_seqs=args.sessions, max_stored_sessions=args.sessions, max_num_batched_tokens=args.chunk,
             max_model_len=args.history + args.turns * (args.add + args.generate),
             kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+            kv_offloading_size=offload,
         )  # fmt: skip
-        rows = results[f"retention {retention:g}"] = converse(engine, config.vocab_size, args)
+        names.append(f"retention {retention:g}" + (f", {offload:g} GiB of host memory" if offload else ""))
+        rows = results[names[-1]] = converse(engine, config.vocab_size, args)
         engine.stop()
         del engine
         gc.collect()  # its pool must go before the next one comes
-        if retention != args.retention[0]:
-            first = results[f"retention {args.retention[0]:g}"]
-            ratios = [round(a["seconds"] / b["seconds"], 2) for a, b in zip(first, rows, strict=True)]
-            print(f"{args.retention[0]:g} / {retention:g}, turn by turn: {ratios}", flush=True)
+        for other in dict.fromkeys([names[0], names[-2]]) if names[1:] else ():
+            ratios = [
+                round(a["seconds"] / b["seconds"], 2) for a, b in zip(results[other], rows, strict=True)
+            ]
+            print(f"({other}) / ({names[-1]}), turn by turn: {ratios}", flush=True)
     if args.out:
         Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
 
