@@ -1,7 +1,6 @@
 """The command line of `python -m serve`: vLLM's names where it has them, checked once, with errors that help."""
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from models.overrides import parse_overrides
+from serve.sizes import parse_bytes
 from serve.thought_prompt import PARSERS as REASONING_PARSERS
 from serve.tool_formats import PARSERS
 
@@ -210,19 +210,6 @@ class ServeConfig:
             tokens or max(machine.max_num_batched_tokens, requests or 1),
             self.page_size or machine.page_size,
         )
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes: 1000000, 512MiB, 1.5G (1000-based without the i, as in vLLM)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not a size: write for example 2GiB, 512MiB or 1000000000"
-        )
-    return math.floor(float(match[1]) * _UNITS[match[2]])
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -22,9 +22,9 @@ from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.engine import Engine
 from serve.errors import APIError
+from serve.limits import Limits
 from serve.protocol import CompletionRequest
 from serve.runner import Runner
-from serve.scheduler import Limits
 from serve.transfers import allow_pinned, under_way_bytes
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page

@@ -12,6 +12,7 @@ import numpy as np
 
 from serve.grammar import GrammarFailure
 from serve.handles import Handles
+from serve.limits import Limits
 from serve.request import (
     EngineStats,
     EngineUnavailable,
@@ -23,7 +24,7 @@ from serve.request import (
     TokenOutput,
 )
 from serve.runner import Runner
-from serve.scheduler import Limits, Scheduler
+from serve.scheduler import Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it

@@ -7,12 +7,12 @@ back from preemption are the same thing.
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from serve.host_store import HostedSession
+from serve.limits import Limits
 from serve.offload import Offload
 from serve.prefixes import Prefixes
 from serve.request import RequestRejected
@@ -25,19 +25,6 @@ from tangram_jax.plan import CachePlan
 
 ROOM = 64  # tail tokens that are reserved at a time
 RETENTIONS = 256  # different ones that are remembered
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_running: int
-    max_stored: int
-    max_model_len: int
-    max_tail: int  # tail tokens after which a generation is compressed
-    max_chunk: int  # tokens of a chunk
-    max_chunk_beside_decode: int  # the same while others decode, so that their streams go on
-    prompt_logprob_chunk: int
-    least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
-    host_bytes: int = 0  # of host memory, for stored rows that must leave the pool
 
 
 class Scheduler:

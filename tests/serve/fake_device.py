@@ -15,7 +15,7 @@ import numpy as np
 
 from models.testing import tiny_config
 from serve.handles import Handles
-from serve.scheduler import Limits
+from serve.limits import Limits
 from serve.sequence import Phase, RowState, Sequence, Work
 from tangram_jax.plan import CachePlan
 

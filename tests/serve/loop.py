@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from serve.engine import Engine
+from serve.limits import Limits
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
-from serve.scheduler import Limits, Scheduler
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from tangram_jax.plan import CachePlan
 from tangram_jax.profile import BudgetProfile

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig, make_parser, parse_args, parse_bytes
+from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig, make_parser, parse_args
+from serve.sizes import parse_bytes
 
 
 def test_defaults_are_those_of_the_dataclass(monkeypatch):

@@ -20,9 +20,9 @@ from models.transformer import forward
 from serve.args import ServeConfig
 from serve.buckets import Buckets
 from serve.engine import Engine
+from serve.limits import Limits
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.runner import Runner
-from serve.scheduler import Limits
 
 CONFIG = tiny_config(num_layers=2)
 EXPERTS = CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,))
