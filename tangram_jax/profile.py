@@ -158,6 +158,7 @@ class BudgetProfile:
             "alpha": self.alpha,
             "provenance": dict(self.provenance),
         }
+        header["digest"] = _file_digest(header, arrays)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside it first: whatever happens while it is written, an earlier profile stays whole.
@@ -175,7 +176,8 @@ class BudgetProfile:
 
         Raises:
           FileNotFoundError: if there is no such file.
-          ValueError: if the file is not a budget profile, or its contents do not fit together.
+          ValueError: if the file is not a budget profile, its contents do not fit together, or they are not what was
+            saved. Files from before there was a digest are read without that check.
         """
         try:
             with np.load(path, allow_pickle=False) as archive:
@@ -199,6 +201,12 @@ class BudgetProfile:
             raise ValueError(
                 f"{path} is not a budget profile: its header has no {', '.join(sorted(missing))}"
             )
+        written = header.pop("digest", None)
+        if written is not None and written != _file_digest(header, data):
+            raise ValueError(
+                f"{path} was damaged or edited after it was saved: calibrate again, or change budgets with "
+                "dataclasses.replace(profile, budgets=...).save(...), and say so in its provenance"
+            )
         try:
             return cls(
                 budgets=data["budgets"],
@@ -211,6 +219,16 @@ class BudgetProfile:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a budget profile: {error}") from error
+
+
+def _file_digest(header: Mapping[str, Any], data: Mapping[str, np.ndarray]) -> str:
+    """Hex digest of all that a file holds: the header without this digest, and the arrays."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in ("budgets", "mean", "std", "ratios"):
+        if name in data:
+            array = np.ascontiguousarray(data[name])
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 def _unit_array(name: str, value: ArrayLike, *, ndim: int) -> np.ndarray:

@@ -144,3 +144,37 @@ def test_files_that_are_no_profiles(tmp_path):
     np.savez(tmp_path / "list.npz", header="[1]", **good)
     with pytest.raises(ValueError, match="profile format None"):
         BudgetProfile.load(tmp_path / "list.npz")
+
+
+def test_a_file_that_was_edited_is_refused_and_an_older_one_is_not(tmp_path):
+    path = tmp_path / "p.npz"
+    profile = BudgetProfile.from_ratios(
+        example_ratios(), 0.25, provenance={"model": "tiny", "score": float("nan")}
+    )
+
+    def rewrite(change):
+        profile.save(path)
+        with np.load(path) as archive:
+            data = dict(archive)
+        header = json.loads(str(data["header"]))
+        change(header, data)
+        np.savez(path, **data | {"header": np.array(json.dumps(header))})
+        return BudgetProfile.load(path)
+
+    def older(header, data):
+        del header["digest"]
+
+    assert rewrite(lambda header, data: None).digest == rewrite(older).digest == profile.digest
+    edits = {
+        "budgets": lambda header, data: data["budgets"].__setitem__((0, 0), 0.5),
+        "ratios": lambda header, data: data.pop("ratios"),
+        "retention": lambda header, data: header.__setitem__("retention", 0.5),
+        "model": lambda header, data: header["provenance"].__setitem__("model", "large"),
+    }
+    for name, edit in edits.items():
+        with pytest.raises(ValueError, match="was damaged or edited after it was saved"):
+            rewrite(edit)
+            pytest.fail(name)
+    changed = dataclasses.replace(profile, budgets=profile.budgets / 2)  # the way to change one
+    changed.save(path)
+    assert BudgetProfile.load(path).digest == changed.digest
