@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,7 +20,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from calibrate.identity import tokenizer_identity
 from calibrate.measure import SINKS, aside
+from calibrate.own_texts import OwnTexts
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
 from models.overrides import parse_overrides
@@ -67,6 +70,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--sample-tokens", type=int, default=1536, help="tokens of every sample")
     out.add_argument("--alpha", type=float, default=2.0, help="margin in standard deviations (paper, Eq. 5)")
+    out.add_argument(
+        "--texts",
+        type=Path,
+        metavar="DIR",
+        help="take samples from the .txt and .jsonl files in here instead of the shipped texts",
+    )
     out.add_argument("--seed", type=int, default=0, help="which samples are drawn")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     out.add_argument(
@@ -100,6 +109,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             raise ValueError(
                 f"--sample-tokens must be at least {least} for {scorer} (sinks and window are aside)"
             )
+        own = OwnTexts.read(arguments.texts) if arguments.texts else None
         from models.registry import load_model  # after the options are known to be good
 
         model = load_model(
@@ -109,8 +119,15 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.sample_tokens > limit:
             raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")
         size, seed = arguments.sample_tokens, arguments.seed
-        samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
-        heldout = heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
+        recorded: dict[str, Any] = {"tokenizer": tokenizer_identity(model.tokenizer)}
+        if own is not None:
+            samples, heldout = own.samples(model.tokenizer, arguments.samples, arguments.heldout, size, seed)
+            recorded["texts"] = own.provenance
+        else:
+            samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
+            heldout = (
+                heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
+            )
     except (ValueError, OSError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
@@ -131,6 +148,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
                 alpha=arguments.alpha,
                 seed=seed,
                 on_sample=lambda: progress.advance(task),
+                recorded=recorded,
             )
     except FloatingPointError as error:
         console.print(f"calibrate: {error}", style="red", markup=False)

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from calibrate.identity import weights_identity
 from calibrate.measure import SINKS, aside, calibrate_ratios
 from calibrate.samples import TextSample
 from calibrate.stability import Stability, measure_stability
@@ -45,10 +46,12 @@ def calibrate(
     alpha: float = 2.0,
     seed: int = 0,
     on_sample: Callable[[], None] = lambda: None,
+    recorded: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """Budgets of every head from `samples`, checked on `heldout`; all samples must have the same number of tokens.
 
-    `on_sample` is called after every sample of both lists. `seed` is recorded, and fixes the split in halves.
+    `on_sample` is called after every sample of both lists. `seed` is recorded, and fixes the split in halves. `recorded`:
+    more for the provenance, what only the caller knows (e.g. `tokenizer_identity`, a digest of own texts).
 
     Raises FloatingPointError where the scores of a sample are not numbers.
     """
@@ -97,6 +100,8 @@ def calibrate(
         "stability": dataclasses.asdict(stability),
         "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
+        "weights": weights_identity(params, config),
+        **(recorded or {}),
     }
     profile = BudgetProfile.from_ratios(measured, retention, alpha, provenance)
     return Calibration(profile, measured_heldout, stability)

@@ -1,0 +1,84 @@
+"""What tells a model from another of the same name: some of its weights, and how its tokenizer cuts a text.
+
+A digest of weights would change with every rounding. So a few values are kept, and compared by their relative difference:
+rounding to bfloat16 moves a weight by 0.2%, to 8 bits by 1%, to 4 bits by 10%, other weights by more than 100%.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from models.config import ModelConfig
+
+VALUES = 16  # of the key projection and of the first norm of every layer
+# Relative differences of the layer that differs most. Keys: below the first, rounding to 16 or 8 bits; below the second, to
+# fewer. Norms are 16 bits or more in every format.
+ROUNDED, QUANTISED, NORMS = 0.02, 0.5, 0.005
+PROBE = (
+    "The quick brown fox, 3.14159 and 2,718; naïve café — “quoted”?\n\n\tdef f(x): return x**2  # y != z\n"
+    "https://example.org/a?b=c&d=[1, 2]  Füße, план, 東京, 🙂"
+)
+
+Sameness = Literal["same", "quantised", "tuned", "other"]
+
+
+class Encoder(Protocol):
+    """What this file needs of `models.tokenizer.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+def weights_identity(params: Any, config: ModelConfig) -> dict[str, Any]:
+    """`VALUES` weights of the key projection and of the attention's norm of every layer, to four digits: plain JSON.
+
+    Which ones depends on shapes alone. Compiles a gather or two, and reads 32 numbers a layer from the device.
+    """
+    rng = np.random.default_rng(0)
+    E, K, D = config.hidden_size, config.num_kv_heads, config.head_dim
+    rows, heads, columns = (rng.integers(most, size=VALUES) for most in (E, K, D))
+    key, norm = config.group_size, rng.integers(E, size=VALUES)
+    keys = [layer["qkv"][rows, heads, key, columns] for layer in params["layers"]]
+    norms = [layer["attn_norm"][norm] for layer in params["layers"]]
+    return {"keys": [_digits(x) for x in keys], "norms": [_digits(x) for x in norms]}
+
+
+def tokenizer_identity(tokenizer: Encoder) -> dict[str, Any]:
+    """Size of the vocabulary and a digest of how a fixed text is cut: plain JSON."""
+    ids = tokenizer.encode(PROBE, add_special_tokens=False)
+    return {"vocab_size": tokenizer.vocab_size, "probe": hashlib.sha256(str(ids).encode()).hexdigest()[:16]}
+
+
+def compare_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Sameness, float]:
+    """How alike two results of `weights_identity` are, and the relative difference of the layer that differs most.
+
+    "quantised": keys differ as by rounding to a few bits, norms do not, as in GGUF files; weights tuned by adapters that
+    leave the norms alone look alike. "tuned": norms differ too; so little that neither shows is "same". "other": some layer
+    has nothing in common, or shapes differ.
+    """
+    try:
+        keys, norms = (_difference(then[name], now[name]) for name in ("keys", "norms"))
+    except (KeyError, TypeError, ValueError):  # of other shapes
+        return "other", float("inf")
+    if not keys < QUANTISED or not norms < QUANTISED:
+        return "other", max(keys, norms)
+    if norms >= NORMS:
+        return "tuned", max(keys, norms)
+    return ("quantised" if keys >= ROUNDED else "same"), keys
+
+
+def _difference(then: Any, now: Any) -> float:
+    a, b = np.asarray(then, np.float64), np.asarray(now, np.float64)
+    if a.shape != b.shape or a.ndim != 2:
+        raise ValueError(f"shapes {a.shape} and {b.shape}")
+    scale = np.sqrt(np.square(a).mean(axis=1) + np.square(b).mean(axis=1)) / np.sqrt(2)
+    return float((np.sqrt(np.square(a - b).mean(axis=1)) / np.maximum(scale, 1e-12)).max())
+
+
+def _digits(values: Any) -> list[float]:
+    return [float(f"{x:.4g}") for x in np.asarray(values, np.float32).tolist()]

@@ -1,0 +1,152 @@
+"""Samples from a directory of one's own texts: what the service really sees is the best calibration for it.
+
+Each .txt file is a document, and so is each line of a .jsonl file: {"text": ...}, {"prompt": ...} or {"messages": [...]}.
+Nothing of the texts leaves this process: a profile records their number and a digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.samples import TextSample, TextTokenizer
+
+HELDOUT_EVERY = 3  # of three documents, one is held out
+
+Content = str | list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnTexts:
+    """Documents in an order that depends on their contents alone; every third is held out where `heldout` is wanted."""
+
+    documents: tuple[Content, ...]
+    files: int
+
+    @classmethod
+    def read(cls, directory: Path) -> OwnTexts:
+        """All .txt and .jsonl files in `directory` and below. Raises ValueError with what is wrong with which line."""
+        if not directory.is_dir():
+            raise ValueError(f"--texts {directory} is not a directory: put .txt or .jsonl files into one")
+        paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.suffix in (".txt", ".jsonl"))
+        found: dict[str, Content] = {}  # the same text twice is one document
+        for path in paths:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+            contents: list[Content] = [text]
+            if path.suffix == ".jsonl":
+                lines = enumerate(text.split("\n"), 1)
+                contents = [_of_line(path, number, line) for number, line in lines if line.strip()]
+            found |= {_digest(content): content for content in contents if content and str(content).strip()}
+        if not found:
+            raise ValueError(
+                f'--texts {directory} has no text: put .txt files into it, or .jsonl files with lines {{"text": ...}}'
+            )
+        return cls(tuple(found[key] for key in sorted(found)), len(paths))
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """For a profile: how many, and a digest that the same texts have again."""
+        return {"files": self.files, "documents": len(self.documents), "digest": _digest(self.documents)}
+
+    def samples(
+        self, tokenizer: TextTokenizer, count: int, heldout: int, tokens: int, seed: int = 0
+    ) -> tuple[list[TextSample], list[TextSample]]:
+        """`count` calibration and `heldout` held-out samples of exactly `tokens` tokens, which share no document.
+
+        Each begins at a paragraph or conversation at random; after the end of a document another follows. Raises ValueError
+        where there is too little text.
+        """
+        if heldout and len(self.documents) < 2:
+            raise ValueError(
+                "--texts has a single document, which leaves none to hold out: give more, or write --heldout 0"
+            )
+        dealt: tuple[list[Content], list[Content]] = ([], [])
+        for i, document in enumerate(self.documents):
+            dealt[bool(heldout) and i % HELDOUT_EVERY == 1].append(document)
+        encode = functools.cache(functools.partial(_encode, tokenizer))
+        out = []
+        for name, documents, number in zip(("calibration", "heldout"), dealt, (count, heldout), strict=True):
+            starts = [
+                (i, start) for i, document in enumerate(documents) for start in range(_paragraphs(document))
+            ]
+            out.append(
+                [
+                    _sample(documents, starts, encode, tokens, random.Random(f"own/{name}/{seed}/{index}"))
+                    for index in range(number)
+                ]
+            )
+        return out[0], out[1]
+
+
+def _sample(
+    documents: list[Content], starts: list[tuple[int, int]], encode: Any, tokens: int, rng: random.Random
+) -> TextSample:
+    first, paragraph = rng.choice(starts)  # long documents have more paragraphs, and are chosen more often
+    others = [i for i in range(len(documents)) if i != first]
+    rng.shuffle(others)
+    ids = list(encode(_from(documents[first], paragraph)))
+    kind = "own text" if isinstance(documents[first], str) else "own chat"
+    # Where it began late in its document, the whole document may come in the end.
+    for i in [*others, first]:
+        if len(ids) >= tokens:
+            break
+        ids += encode(_from(documents[i], 0))
+    if len(ids) < tokens:
+        raise ValueError(
+            f"--texts has too little text for samples of {tokens} tokens: give more, or a smaller --sample-tokens"
+        )
+    return TextSample(kind, "own texts", np.asarray(ids[:tokens], np.int32))
+
+
+def _encode(tokenizer: TextTokenizer, content: str) -> tuple[int, ...]:
+    text = json.loads(content)
+    if isinstance(text, str):
+        return tuple(tokenizer.encode(text))
+    if tokenizer.has_chat_template:
+        return tuple(tokenizer.apply_chat_template(text, add_generation_prompt=False))
+    return tuple(tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in text)))
+
+
+def _from(document: Content, paragraph: int) -> str:
+    """The rest of a document, as JSON: something that a cache can hash."""
+    return json.dumps(
+        "\n\n".join(document.split("\n\n")[paragraph:]) if isinstance(document, str) else document
+    )
+
+
+def _paragraphs(document: Content) -> int:
+    """At how many places a sample may begin. A conversation begins at its beginning."""
+    return document.count("\n\n") + 1 if isinstance(document, str) else 1
+
+
+def _of_line(path: Path, number: int, line: str) -> Content:
+    where = f"{path}, line {number}"
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if isinstance(found, dict):
+        for key in ("text", "prompt"):
+            if isinstance(found.get(key), str):
+                return found[key]
+        messages = found.get("messages")
+        if isinstance(messages, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        ):
+            return [{"role": m["role"], "content": m["content"]} for m in messages]
+    raise ValueError(f'{where} must be {{"text": ...}}, {{"prompt": ...}} or {{"messages": [...]}} of texts')
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,0 +1,94 @@
+"""Samples from a directory of one's own texts, and `--texts`."""
+
+import json
+
+import numpy as np
+import pytest
+
+from calibrate.__main__ import main
+from calibrate.own_texts import OwnTexts
+from models import registry
+from models.registry import LoadedModel
+from models.testing import random_params, tiny_config, tiny_tokenizer
+from tangram_jax.profile import BudgetProfile
+
+TOKENIZER = tiny_tokenizer()
+
+
+def write(directory, **files):
+    for name, text in files.items():
+        path = directory / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return directory
+
+
+@pytest.fixture
+def texts(tmp_path):
+    chat = [{"role": "user", "content": "8" * 30}, {"role": "assistant", "content": "9" * 30}]
+    lines = [{"text": "6" * 90}, {"messages": chat}, {"prompt": "7" * 90}]
+    return write(
+        tmp_path / "own",
+        a_dot_txt="\n\n".join(c * 25 for c in "1234"),
+        b__c_dot_txt="5" * 100,
+        d_dot_jsonl="\n".join(map(json.dumps, lines)) + "\n",
+        ignored_dot_md="#",
+    )
+
+
+def test_samples_have_their_size_and_share_no_document(texts):
+    own = OwnTexts.read(texts)
+    assert own.provenance["files"] == 3 and own.provenance["documents"] == 5
+    samples, heldout = own.samples(TOKENIZER, 12, 6, 80, seed=1)
+    assert [len(samples), len(heldout)] == [12, 6]
+    assert all(s.tokens.shape == (80,) and s.tokens.dtype == np.int32 for s in (*samples, *heldout))
+    digits = [{c for s in group for c in TOKENIZER.decode(s.tokens.tolist())} for group in (samples, heldout)]
+    apart = [found & set("123456789") for found in digits]
+    assert apart[0] and apart[1] and not apart[0] & apart[1]
+    again = OwnTexts.read(texts).samples(TOKENIZER, 12, 6, 80, seed=1)[0]
+    assert [s.tokens.tolist() for s in again] == [s.tokens.tolist() for s in samples]
+    assert {s.kind for s in own.samples(TOKENIZER, 12, 0, 80)[0]} == {"own text", "own chat"}
+
+
+def test_the_digest_is_that_of_the_texts_not_of_their_files(texts, tmp_path):
+    digest = OwnTexts.read(texts).provenance["digest"]
+    (texts / "a.txt").rename(texts / "z.txt")
+    (texts / "copy.txt").write_text((texts / "z.txt").read_text())  # the same document twice
+    assert OwnTexts.read(texts).provenance["digest"] == digest
+    (texts / "z.txt").write_text("other")
+    assert OwnTexts.read(texts).provenance["digest"] != digest
+
+
+def test_what_is_wrong_with_texts_is_said(tmp_path):
+    def fault(**files):
+        place = write(tmp_path / str(len(list(tmp_path.iterdir()))), **files)
+        with pytest.raises(ValueError) as error:
+            OwnTexts.read(place).samples(TOKENIZER, 1, 1, 50)
+        return str(error.value)
+
+    assert "x.jsonl, line 2 is not JSON" in fault(x_dot_jsonl='{"text": "a"}\n{')
+    assert "line 1 must be" in fault(x_dot_jsonl='{"messages": [{"role": "user"}]}')
+    assert "has no text" in fault(a_dot_txt=" \n", b_dot_md="text")
+    assert "a single document" in fault(a_dot_txt="a" * 999)
+    assert "too little text for samples of 50" in fault(a_dot_txt="a" * 20, b_dot_txt="b" * 20)
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "a.txt").write_bytes(b"\xe9")
+    for place, part in ((tmp_path / "latin", "is not UTF-8"), (tmp_path / "none", "is not a directory")):
+        with pytest.raises(ValueError, match=part):
+            OwnTexts.read(place)
+
+
+def test_a_profile_records_which_texts_it_was_made_from(texts, tmp_path, monkeypatch, capsys):
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config, 0), TOKENIZER, "tiny")
+    monkeypatch.setattr(registry, "load_model", lambda name, **options: model)
+    out = tmp_path / "p.npz"
+    options = ["--samples", "2", "--heldout", "1", "--sample-tokens", "64", "--method", "keydiff"]
+    assert main([*options, "--texts", str(texts), "--out", str(out)]) == 0
+    found = BudgetProfile.load(out).provenance
+    assert found["texts"] == OwnTexts.read(texts).provenance
+    assert set(found["sample_kinds"]) <= {"own text", "own chat"}
+    assert found["tokenizer"]["vocab_size"] == 264
+    assert str(texts) not in json.dumps(found)
+    assert main([*options, "--texts", str(tmp_path / "none"), "--out", str(out)]) == 2
+    assert "is not a directory" in " ".join(capsys.readouterr().err.split())
