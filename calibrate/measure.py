@@ -58,14 +58,30 @@ def calibrate_ratios(
     Raises:
       ValueError: if the sample is too short, or retention is not in (0, 1].
     """
+    shares = calibrate_shares(params, config, tokens, scorer, (retention,), sinks=sinks, window=window)
+    return shares[0]
+
+
+def calibrate_shares(
+    params: Any,
+    config: ModelConfig,
+    tokens: Int[Array, " n"],
+    scorer: Scorer,
+    retentions: tuple[float, ...],
+    *,
+    sinks: int = SINKS,
+    window: int | None = None,
+) -> Float[Array, "R L K"]:
+    """`calibrate_ratios` at several retentions in one pass through the model, f32[R, L, K]."""
     window = aside(scorer) if window is None else window
     n, candidates = tokens.shape[0], tokens.shape[0] - sinks - window
     if candidates < 1:
         raise ValueError(f"a sample needs more than sinks + window = {sinks + window} tokens, found {n}")
-    if not 0.0 < retention <= 1.0:
-        raise ValueError(f"retention is the kept fraction and must lie in (0, 1], found {retention}")
+    for retention in retentions:
+        if not 0.0 < retention <= 1.0:
+            raise ValueError(f"retention is the kept fraction and must lie in (0, 1], found {retention}")
     total = config.num_kv_heads * candidates
-    keep = int(kept_entries(round(retention * PPM), total))  # ceil, exactly
+    keeps = [int(kept_entries(round(retention * PPM), total)) for retention in retentions]  # ceil, exactly
     positions = jnp.arange(n, dtype=jnp.int32)
 
     windowed = dense_attend(positions, config=config)
@@ -84,14 +100,15 @@ def calibrate_ratios(
         with jax.named_scope("keep"):
             # Position-major, so that ties do not go to the lower heads; top_k is stable.
             flat = scores[:, ranked].T.reshape(-1)
-            head = jax.lax.top_k(flat, keep)[1] % config.num_kv_heads
-            kept = (head[:, None] == jnp.arange(config.num_kv_heads)).sum(axis=0)
+            head = jax.lax.top_k(flat, max(keeps))[1] % config.num_kv_heads
+            of_head = head[:, None] == jnp.arange(config.num_kv_heads)
+            kept = jnp.stack([of_head[:keep].sum(axis=0) for keep in keeps])
             # An order of scores that are no numbers says nothing, however plausible its shares look.
             share = jnp.where(jnp.isnan(flat).any(), jnp.nan, kept.astype(jnp.float32) / candidates)
         return out, [*state, share]
 
     _, shares = forward(params, config, tokens, positions, attend, [], logits_at=jnp.array([n - 1]))
-    return jnp.stack(shares)
+    return jnp.stack(shares, axis=1)
 
 
 @partial(jax.jit, static_argnames=("scorer", "config"))
