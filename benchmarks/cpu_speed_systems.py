@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 import tangram_jax as tj
 from models.registry import LoadedModel
 from serve.args import ServeConfig
-from serve.build import MIN_ENTRIES, build_engine, choose_profile
+from serve.build import MIN_ENTRIES, build_engine
+from serve.profiles import choose_profile
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from tangram_jax import sampling
 

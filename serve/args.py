@@ -70,6 +70,7 @@ class ServeConfig:
     scorer: str = "expected_attention"
     tail_limit: int | None = None  # generated tokens that may stay whole
     min_entries: int | None = None  # entries that every group keeps at least
+    drift_interval: float = 0.0  # seconds between two prompts whose wants are measured; 0: none are
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -100,6 +101,7 @@ class ServeConfig:
             ("--heads-per-page", self.heads_per_page, 1, 1024),
             ("--tail-limit", self.tail_limit, 1, 2**24),
             ("--min-entries", self.min_entries, 0, 2**24),
+            ("--drift-interval", self.drift_interval, 0, 10**7),
             ("--port", self.port, 0, 65535),
             ("--max-choices", self.max_choices, 1, 65536),
             ("--max-body-bytes", self.max_body_bytes, 1024, 2**31 - 1),
@@ -152,6 +154,10 @@ class ServeConfig:
 
     def _joint_faults(self) -> list[str]:
         faults = []
+        if self.drift_interval and self.retention == 1.0:
+            faults.append(
+                "--drift-interval has nothing to watch where --retention 1.0 keeps all: leave one out"
+            )
         if not self.model:
             faults.append(f"--model is empty: write a name or a directory, e.g. {DEFAULT_MODEL}")
         if not self.host:
@@ -268,6 +274,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="entries that each head keeps at least; below 36 first tokens get lost",
+    )
+    budget.add_argument(
+        "--drift-interval",
+        type=float,
+        metavar="S",
+        help="measure a prompt every S seconds at most, as calibration did, and warn when prompts want more than the "
+        "budgets; each time costs a dense prefill of as many tokens as a sample has (default 0: never)",
     )
 
     memory = parser.add_argument_group("batch and memory")

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,22 +12,22 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from calibrate import shipped_profile
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
-from models.rope import same_rope
 from pallas_kernels import byte_pages
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import make_buckets
+from serve.drift import DriftMonitor, Recipe, measuring_bytes
 from serve.engine import Engine
 from serve.errors import APIError
 from serve.limits import Limits
+from serve.profiles import check_provenance, choose_profile
 from serve.protocol import CompletionRequest
 from serve.runner import Runner
 from serve.transfers import allow_pinned, under_way_bytes
+from serve.watched import WatchedEngine
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
-from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 
@@ -51,47 +50,6 @@ class Built:
     sampling_defaults: dict[str, Any]  # of requests that say nothing themselves
 
 
-def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> BudgetProfile:
-    """The profile that was asked for, else the shipped one, else uniform budgets.
-
-    Raises ConfigError when the profile is for another model.
-    """
-    shape = (len(model.full_layers), model.num_kv_heads)
-    path = Path(config.profile) if config.profile else shipped_profile(name)
-    if path is None:
-        if config.retention is None:
-            log.warning(
-                "No profile for %s: keeping the full KV cache. Make one with `python -m calibrate --model %s "
-                "--out profile.npz` and start with --profile profile.npz",
-                name,
-                name,
-            )
-        return BudgetProfile.uniform(*shape, config.retention or 1.0)
-    profile = BudgetProfile.load(path)
-    if profile.budgets.shape != shape:
-        raise ConfigError(
-            f"--profile {path} is for {profile.budgets.shape} (layers, KV heads), {name} has {shape}: "
-            f"calibrate one with `python -m calibrate --model {name} --out FILE`"
-        )
-    made_for = str(profile.provenance.get("model", ""))
-    if config.profile and made_for and _short(made_for) != _short(name):
-        log.warning(
-            "--profile %s was calibrated for %s, not for %s: budgets of another model cost quality",
-            path,
-            made_for,
-            name,
-        )
-    made_under = profile.provenance.get("rope")  # older profiles do not say
-    if made_under is not None and not same_rope(made_under, model):
-        log.warning(
-            "The profile %s was calibrated with other RoPE frequencies, or another window, than %s has now: calibrate "
-            "with the same --hf-overrides as you serve",
-            path,
-            name,
-        )
-    return profile
-
-
 def sampling_defaults(config: ServeConfig, model: LoadedModel) -> dict[str, Any]:
     """What the model's generation_config.json says, if it was asked for. Raises ConfigError where it makes no sense."""
     defaults = dict(model.sampling_defaults) if config.generation_config == "auto" else {}
@@ -105,12 +63,6 @@ def sampling_defaults(config: ServeConfig, model: LoadedModel) -> dict[str, Any]
         listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
         log.info("Requests that say nothing else are sampled as generation_config.json says: %s", listed)
     return defaults
-
-
-def _short(name: str) -> str:
-    """Of a hub name, directory or GGUF file, without the quantisation, for comparison."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
-    return re.sub(r"[-.](i?q\d\w*|b?f16|f32)$", "", last)
 
 
 def build(config: ServeConfig, *, progress: bool = True, programs: Path | None = None) -> Built:
@@ -171,6 +123,7 @@ def build_engine(
             f"to put together with --cluster {config.cluster}, write at most {heads}"
         )
     profile = choose_profile(config, shape, model.name)
+    check_provenance(profile, model, config.scorer)
     plan = CachePlan.build(
         profile
         if config.retention is None
@@ -183,6 +136,7 @@ def build_engine(
         scaled=profile,
         max_retention=config.max_retention or config.retention or profile.retention,
     )
+    recipe = Recipe.of(profile, max_model_len) if config.drift_interval else None
     stored = config.max_stored_sessions if config.prefix_cache else 0
     stores = cache_dtype(config, dtype)
     page_bytes = plan.page_bytes(shape.head_dim, stores)
@@ -195,6 +149,8 @@ def build_engine(
         chunk = _chunk_bytes(
             shape, min(batching.max_num_batched_tokens, max_model_len), jnp.dtype(dtype).itemsize
         )
+        if recipe:  # a prompt is measured when no chunk runs
+            chunk = max(chunk, measuring_bytes(shape, recipe.tokens, jnp.dtype(dtype).itemsize))
         if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
@@ -243,6 +199,9 @@ def build_engine(
         host_bytes=config.host_bytes,
     )
     engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
+    if recipe:
+        drift = DriftMonitor(shape, plan, recipe, interval=config.drift_interval)
+        engine = WatchedEngine(runner, limits, drift, num_pages=num_pages, seed=config.seed)
     full = max_model_len * plan.group_of.size // (plan.heads_per_page * plan.page_size)
     full += int(
         plan.group_pages(max_model_len)[plan.num_groups :].sum()

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve.request import EngineProtocol, EngineStats
+from serve.request import DriftStats, EngineProtocol, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,6 +57,23 @@ _COUNTERS = (
     ("kv_restored_bytes", "restored_bytes_total", "Bytes of these copies"),
     ("engine_steps", "steps_total", "Steps of the engine"),
 )
+# The same of DriftStats, where prompts are measured (--drift-interval).
+_DRIFT_GAUGES = (
+    ("drift_measuring", "measuring", "1 while prompts are measured, 0 after a failure"),
+    (
+        "drift_alarm",
+        "alarm",
+        "1 while live prompts overflow calibrated budgets more than calibration's texts",
+    ),
+    ("drift_statistic", "statistic", "Mean overflow of calibrated budgets over the last prompts measured"),
+    ("drift_threshold", "threshold", "Above it the alarm goes off"),
+    ("budget_overflow", "overflow", "Entries wanted beyond budgets in service, of all entries wanted"),
+    ("budget_overflow_heads", "overflowing_heads", "Fraction of heads that want more than their budget"),
+)
+_DRIFT_COUNTERS = (
+    ("drift_prompts_measured", "measured_total", "Prompts measured"),
+    ("drift_prompts_too_short", "too_short_total", "Prompts shorter than a sample of calibration"),
+)
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 _INTERVALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _TOKENS = tuple(float(2**i) for i in range(0, 21, 2))
@@ -81,11 +98,31 @@ class _EngineCollector(Collector):
         usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", usage)
         yield self._gauge("engine_ready", "1 after the warm-up, while the engine lives", self._engine.ready)
+        if stats.drift:
+            yield from self._drift(stats.drift)
         for name, value in _extra(stats):
             yield self._gauge(name, "See the engine", value)
         for name, attribute, help_text in _COUNTERS:
             counter = CounterMetricFamily(f"tangram:{name}", help_text, labels=["model_name"])
             counter.add_metric([self._model_name], getattr(stats, attribute))
+            yield counter
+
+    def _drift(self, drift: DriftStats) -> Iterator[Metric]:
+        for name, attribute, help_text in _DRIFT_GAUGES:
+            value = getattr(drift, attribute)
+            if value is not None:
+                yield self._gauge(name, help_text, value)
+        layers = GaugeMetricFamily(
+            "tangram:budget_overflow_layer",
+            "Entries that the heads of a layer want beyond their budgets, of all that they want",
+            labels=["model_name", "layer"],
+        )
+        for layer, value in drift.layer_overflow.items():
+            layers.add_metric([self._model_name, str(layer)], value)
+        yield layers
+        for name, attribute, help_text in _DRIFT_COUNTERS:
+            counter = CounterMetricFamily(f"tangram:{name}", help_text, labels=["model_name"])
+            counter.add_metric([self._model_name], getattr(drift, attribute))
             yield counter
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:

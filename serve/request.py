@@ -87,6 +87,21 @@ OutputCallback = Callable[[TokenOutput], None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftStats:
+    """What live prompts want beyond the budgets of the heads, over the last ones measured. None: not known (yet)."""
+
+    measuring: bool = True  # False once a measurement has failed
+    measured_total: int = 0
+    too_short_total: int = 0  # prompts that were shorter than a sample of calibration
+    overflow: float | None = None  # entries wanted beyond budgets in service / all entries wanted
+    overflowing_heads: float | None = None  # share of heads that want more than they have
+    layer_overflow: Mapping[int, float] = field(default_factory=dict)  # as `overflow`, by layer
+    statistic: float | None = None  # overflow of calibrated budgets, at the calibrated retention
+    threshold: float | None = None  # above it, the alarm
+    alarm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot for /metrics. Counters (`*_total`) count from the start of the engine."""
 
@@ -115,6 +130,7 @@ class EngineStats:
     compilations_after_warmup: int = 0  # must stay 0
     retention_target: float | None = None
     retention_reached: float | None = None  # entries held / entries of full KV, over the tokens held now
+    drift: DriftStats | None = None  # None: not asked for
     extra: dict[str, float] = field(default_factory=dict)  # further gauges, by name without prefix
 
 

@@ -6,13 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import RopeScaling
 from models.registry import LoadedModel
-from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig, make_parser
 from serve.buckets import make_buckets
-from serve.build import build, build_engine, choose_profile, sampling_defaults
+from serve.build import build, build_engine, sampling_defaults
 from tangram_jax.profile import BudgetProfile
 
 
@@ -124,41 +122,6 @@ def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
         with pytest.raises(ConfigError, match=f"of tiny: .*'{next(iter(wrong))}'.* --generation-config vllm"):
             defaults(**wrong)
         assert defaults("vllm", **wrong) == {}
-
-
-def test_a_profile_of_another_model_is_named(tmp_path, caplog):
-    config = tiny_config(num_layers=2)
-    shape = (config.num_layers, config.num_kv_heads)
-    for made_for, warnings in (("other/base", 1), ("hub/Tiny", 0), ("/models/tiny-Q4_K_M.GGUF", 0)):
-        profile = BudgetProfile(budgets=np.full(shape, 0.5), retention=0.5, provenance={"model": made_for})
-        profile.save(tmp_path / "p.npz")
-        caplog.clear()
-        choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), config, "tiny")
-        assert len(caplog.records) == warnings, made_for
-        assert all(
-            "calibrated for other/base, not for tiny" in record.getMessage() for record in caplog.records
-        )
-
-
-def test_a_profile_measured_under_other_frequencies_is_named(tmp_path, caplog):
-    config = tiny_config(num_layers=2)
-    stretched = config.replace(rope_scaling=RopeScaling(kind="factors", factors=(1.0, 2.0) * 4))
-    windowed = config.replace(sliding_window=9, sliding_layers=(0,), sliding_rope_theta=100.0)
-    for made_under, served, warnings in (
-        (config, config, 0), (stretched, stretched, 0), (config, stretched, 1), (stretched, config, 1),
-        (config, config.replace(rope_theta=1e6), 1), (windowed, windowed, 0),
-        (windowed, windowed.replace(sliding_rope_theta=7.0), 1), (windowed, windowed.replace(sliding_window=8), 1),
-    ):  # fmt: skip
-        profile = BudgetProfile(
-            budgets=np.full((len(served.full_layers), 4), 0.5),
-            retention=0.5,
-            provenance={"rope": rope_record(made_under)},
-        )
-        profile.save(tmp_path / "p.npz")
-        caplog.clear()
-        choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), served, "tiny")
-        assert len(caplog.records) == warnings
-        assert all("other RoPE frequencies" in record.getMessage() for record in caplog.records)
 
 
 def test_models_with_sliding_windows():

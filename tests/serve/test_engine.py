@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from models.testing import reference_decode
+from serve.drift import DriftMonitor, Recipe
 from serve.request import EngineUnavailable, GenerationRequest, RequestRejected, SamplingParams, TokenOutput
+from tangram_jax.scorers import get_scorer
 from tests.serve.tiny_engine import (
     CONFIG,
     LENGTH,
@@ -19,6 +21,7 @@ from tests.serve.tiny_engine import (
     dense_logits,
     greedy,
     tiny_engine,
+    tiny_runner,
     tokens_of,
 )
 
@@ -357,6 +360,18 @@ def test_short_prompts_are_exact_under_ragged_budgets():
         for length in (1, 20, 48):
             assert tiny.answer(tokens_of(length), max_tokens=1).tokens == greedy(tokens_of(length), 1)
         tiny.forget()
+
+
+def test_measuring_prompts_changes_no_answer_and_compiles_nothing_after_warm_up():
+    plan = tiny_runner("ragged").plan
+    monitor = DriftMonitor(
+        CONFIG, plan, Recipe(scorer=get_scorer("keydiff"), tokens=48, retention=0.4), interval=0.0
+    )
+    with tiny_engine("ragged", drift=monitor) as tiny:
+        for length in (48, 47, 20):
+            assert tiny.answer(tokens_of(length), max_tokens=1).tokens == greedy(tokens_of(length), 1)
+        tiny.forget()
+    assert monitor.stats().measured_total == 1 and monitor.stats().too_short_total == 2
 
 
 def test_ragged_preemption_completes_and_frees():

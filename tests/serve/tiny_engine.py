@@ -19,10 +19,12 @@ from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_
 from models.transformer import forward
 from serve.args import ServeConfig
 from serve.buckets import Buckets
+from serve.drift import DriftMonitor
 from serve.engine import Engine
 from serve.limits import Limits
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.runner import Runner
+from serve.watched import WatchedEngine
 
 CONFIG = tiny_config(num_layers=2)
 EXPERTS = CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,))
@@ -221,6 +223,7 @@ def tiny_engine(
     max_stored: int = STORED,
     max_tail: int = MAX_TAIL,
     host_bytes: int = 0,
+    drift: DriftMonitor | None = None,
 ) -> Iterator[TinyEngine]:
     """An engine over `tiny_runner(kind)`, which serves one engine at a time; stopped at the end."""
     runner = tiny_runner(kind)
@@ -235,6 +238,8 @@ def tiny_engine(
         host_bytes=host_bytes,
     )
     engine = Engine(runner, limits, num_pages=pages)
+    if drift:
+        engine = WatchedEngine(runner, limits, drift, num_pages=pages)
     engine.start()
     try:
         yield TinyEngine(engine, runner)
