@@ -149,8 +149,8 @@ def build_engine(
         chunk = _chunk_bytes(
             shape, min(batching.max_num_batched_tokens, max_model_len), jnp.dtype(dtype).itemsize
         )
-        if recipe:  # a prompt is measured when no chunk runs
-            chunk = max(chunk, measuring_bytes(shape, recipe.tokens, jnp.dtype(dtype).itemsize))
+        if recipe:  # a prompt may be measured while a chunk runs
+            chunk += measuring_bytes(shape, recipe.tokens, jnp.dtype(dtype).itemsize)
         if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
