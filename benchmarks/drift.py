@@ -50,6 +50,7 @@ from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
 
 HELDOUT = "held-out texts"
+LEVELS = (0.01, 0.05, 0.2, 0.5)
 
 
 def measure(model: Any, profile: BudgetProfile, heldout: int, others: int) -> dict[str, np.ndarray]:
@@ -71,7 +72,7 @@ def measure(model: Any, profile: BudgetProfile, heldout: int, others: int) -> di
             shares.append(np.asarray(run(model.params, tokens=sample)))
             seconds.append(time.perf_counter() - began)
         out[kind] = np.stack(shares)
-    return out | {"seconds": np.float64(np.median(seconds))}
+    return out | {"seconds": np.asarray(np.median(seconds))}
 
 
 def distance_alarm(calibration: np.ndarray, live: np.ndarray, rng: np.random.Generator) -> tuple[float, bool]:
@@ -89,9 +90,11 @@ def distance_alarm(calibration: np.ndarray, live: np.ndarray, rng: np.random.Gen
     return float(found), bool((1 + (distances(order < len(live)) >= found).sum()) / (CHOICES + 1) <= LEVEL)
 
 
-def alarms(draw: Callable[[], np.ndarray], calibration: np.ndarray, windows: int) -> float:
+def alarms(
+    draw: Callable[[], np.ndarray], calibration: np.ndarray, windows: int, level: float = LEVEL
+) -> float:
     """Of so many windows of overflows, the share that raises an alarm."""
-    return float(np.mean([judge(calibration, draw()).alarm for _ in range(windows)]))
+    return float(np.mean([judge(calibration, draw(), level).alarm for _ in range(windows)]))
 
 
 def figures(
@@ -144,6 +147,11 @@ def figures(
     return {
         "calibration_overflow": {"mean": float(calibration.mean()), "high": float(calibration.max())},
         "kinds": rows,
+        # More often than by LEVEL, so that so few samples can show whether the rate is kept.
+        "heldout_by_level": {
+            str(level): alarms(partial(window, ordinary, WINDOW), calibration, windows, level)
+            for level in LEVELS
+        },
         "sliding": {
             "prompts": len(stream),
             "alarms": int(sum(b and not a for a, b in zip([False, *sliding], sliding, strict=False))),
@@ -171,7 +179,9 @@ def _show(found: dict[str, Any], console: Console) -> None:
         f"Calibration samples overflow budgets from the others by {100 * found['calibration_overflow']['mean']:.2f}% on "
         f"average, {100 * found['calibration_overflow']['high']:.2f}% at most. Held-out texts as a stream, in "
         f"{found['sliding']['prompts']} prompts: {found['sliding']['alarms']} alarms, in force for "
-        f"{found['sliding']['prompts_in_alarm']} prompts. A measurement took {found['seconds']:.1f} s (median).",
+        f"{found['sliding']['prompts_in_alarm']} prompts. Alarms of held-out windows at other levels: "
+        + ", ".join(f"{rate:.3f} at {level}" for level, rate in found["heldout_by_level"].items())
+        + f". A measurement took {found['seconds']:.1f} s (median).",
         highlight=False,
     )
 

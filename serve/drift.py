@@ -223,7 +223,8 @@ class DriftMonitor:
         if verdict and alarm and not before:
             log.warning(
                 "Drift: %.2f%% of what the heads want is beyond the calibrated budgets, over the last %d prompts measured; "
-                "more than %.2f%% would be by chance once in %d such windows of texts like calibration's. Most beyond: %s. "
+                "were they like calibration's texts, it would be more than %.2f%% once in %d such windows at most. Most "
+                "beyond: %s. "
                 "Calibrate with texts like your traffic: python -m calibrate --model %s --texts DIR --out profile.npz, "
                 "then start with --profile profile.npz; until then, a higher --retention helps",
                 100 * verdict.statistic,
@@ -239,13 +240,12 @@ class DriftMonitor:
     def _worst(self) -> str:
         """The heads with the largest overflow, in words."""
         assert self._calibrated is not None
-        window = np.stack(self._comparable)
-        mean = excess(window, self._calibrated).mean(axis=0)
+        mean = excess(np.stack(self._comparable), self._calibrated).mean(axis=0)
         heads = np.argsort(-mean, axis=None, kind="stable")[:NAMED]
         places = [np.unravel_index(i, mean.shape) for i in heads if mean.reshape(-1)[i] > 0]
         return ", ".join(
-            f"layer {self._config.full_layers[layer]} head {head} (wants {window[:, layer, head].mean():.2f}, "
-            f"has {self._calibrated[layer, head]:.2f})"
+            f"layer {self._config.full_layers[layer]} head {head} (by {mean[layer, head]:.2f} on average, has "
+            f"{self._calibrated[layer, head]:.2f})"
             for layer, head in places
         )
 

@@ -125,7 +125,7 @@ def test_alarm_begins_and_ends_once(profile, caplog):
         alarms.append(monitor.stats().alarm)
     assert not any(alarms[:LEAST]) and alarms[LEAST + WINDOW - 1] and not alarms[-1]
     begin, end = [record.getMessage() for record in caplog.records]
-    assert f"layer 0 head {much[0, 0].argmax()} (wants " in begin and "--texts DIR" in begin
+    assert f"layer 0 head {much[0, 0].argmax()} (by " in begin and "--texts DIR" in begin
     assert "Drift has ended" in end
     assert len(monitor._comparable) == WINDOW
     stats = monitor.stats()
