@@ -198,10 +198,12 @@ def build_engine(
         prompt_logprob_chunk=buckets.prompt_logprobs,
         host_bytes=config.host_bytes,
     )
-    engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
+    engine: Engine
     if recipe:
         drift = DriftMonitor(shape, plan, recipe, interval=config.drift_interval)
         engine = WatchedEngine(runner, limits, drift, num_pages=num_pages, seed=config.seed)
+    else:
+        engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
     full = max_model_len * plan.group_of.size // (plan.heads_per_page * plan.page_size)
     full += int(
         plan.group_pages(max_model_len)[plan.num_groups :].sum()

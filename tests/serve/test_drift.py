@@ -12,7 +12,7 @@ from calibrate.drift import LEAST, WINDOW, grouped, overflow
 from calibrate.run import calibrate
 from calibrate.samples import TextSample
 from models.registry import LoadedModel
-from models.testing import tiny_tokenizer
+from models.testing import random_params, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig
 from serve.build import build_engine
 from serve.drift import DriftMonitor, Recipe, measuring_bytes
@@ -239,6 +239,28 @@ def test_where_prompts_cannot_be_compared(profile, tmp_path):
         ServeConfig(drift_interval=60, retention=1.0)
     with pytest.raises(ConfigError, match="--drift-interval is -1"):
         ServeConfig(drift_interval=-1)
+
+
+def test_the_server_is_watched_where_it_is_asked_for(profile, tmp_path, caplog):
+    """And what its profile was measured on is looked at."""
+    profile.save(tmp_path / "p.npz")
+
+    def build(params, **options):
+        model = LoadedModel(CONFIG, params, tiny_tokenizer(), "tiny")
+        served = {
+            "profile": str(tmp_path / "p.npz"),
+            "scorer": "snapkv",
+            "max_num_seqs": 1,
+            "num_pages": 4000,
+        }
+        return build_engine(ServeConfig(**served, **options), model, dtype=np.dtype("float32")).engine
+
+    assert not isinstance(build(PARAMS), WatchedEngine) and not caplog.records
+    watched = build(PARAMS, drift_interval=60, retention=0.3)
+    assert watched.stats().drift == DriftStats() and not caplog.records
+    build(random_params(CONFIG, 1))
+    (record,) = caplog.records
+    assert "measured on another model than tiny is now" in record.getMessage()
 
 
 def test_few_samples_give_telemetry_and_no_alarm(profile, caplog):

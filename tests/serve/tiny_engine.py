@@ -237,9 +237,11 @@ def tiny_engine(
         prompt_logprob_chunk=BUCKETS.prompt_logprobs,
         host_bytes=host_bytes,
     )
-    engine = Engine(runner, limits, num_pages=pages)
-    if drift:
-        engine = WatchedEngine(runner, limits, drift, num_pages=pages)
+    engine = (
+        WatchedEngine(runner, limits, drift, num_pages=pages)
+        if drift
+        else Engine(runner, limits, num_pages=pages)
+    )
     engine.start()
     try:
         yield TinyEngine(engine, runner)
