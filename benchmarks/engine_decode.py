@@ -59,6 +59,7 @@ class Outputs:
     """Collects what the engine says to some requests, and when."""
 
     def __init__(self, requests: int) -> None:
+        self.made = time.perf_counter()
         self.at: list[list[float]] = [[] for _ in range(requests)]  # when each request's tokens came
         self.tokens: list[list[int]] = [[] for _ in range(requests)]
         self.cached = 0  # prompt tokens that the engine still held

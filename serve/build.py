@@ -194,7 +194,7 @@ def build_engine(
         max_model_len=max_model_len,
         max_tail=tail,
         max_chunk=buckets.largest_chunk,
-        max_chunk_beside_decode=buckets.mixed_chunks[-1],
+        chunks_beside_decode=buckets.mixed_chunks,
         prompt_logprob_chunk=buckets.prompt_logprobs,
         host_bytes=config.host_bytes,
     )

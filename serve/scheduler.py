@@ -280,10 +280,7 @@ class Scheduler:
                 continue
             if sequence.needs_prompt_logprobs and not score:
                 continue
-            beside, alone = self.limits.max_chunk_beside_decode, self.limits.max_chunk
-            # A large chunk less than half full would cost more than a few small ones.
-            ahead = self._chunk_end(sequence) - state.cached
-            most = beside if beside_decode or ahead * 2 <= alone else alone
+            most = self.limits.chunk_size(self._chunk_end(sequence) - state.cached, beside_decode)
             if sequence.needs_prompt_logprobs:
                 most = self.limits.prompt_logprob_chunk
             work = self._chunk(sequence, most)

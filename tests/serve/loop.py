@@ -35,7 +35,7 @@ def make_limits(**changes: Any) -> Limits:
         "max_model_len": 160,
         "max_tail": 12,
         "max_chunk": 32,
-        "max_chunk_beside_decode": 8,
+        "chunks_beside_decode": (8,),
         "prompt_logprob_chunk": 16,
         "least_shared": 12,
     }

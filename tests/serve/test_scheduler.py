@@ -176,6 +176,19 @@ def test_a_compressed_tail_gives_back_its_surplus():
 # Chunks
 
 
+@pytest.mark.parametrize(
+    ("ahead", "beside_decode", "size"),
+    [
+        (1, True, 32), (32, True, 32), (33, True, 128), (64, True, 128), (129, True, 128), (256, True, 128),
+        (257, True, 512), (600, True, 512), (1024, True, 512), (1025, True, 2048), (9000, True, 2048),
+        (256, False, 128), (1024, False, 512), (4096, False, 2048), (4097, False, 8192), (9000, False, 8192),
+    ],
+)  # fmt: skip
+def test_a_chunk_is_not_left_half_empty(ahead, beside_decode, size):
+    limits = make_limits(chunks_beside_decode=(32, 128, 512, 2048), max_chunk=8192)
+    assert limits.chunk_size(ahead, beside_decode) == size
+
+
 def test_chunks_are_small_beside_decode_and_large_alone():
     bench = loop(max_tail=64)
     bench.add(prompt(5), max_tokens=40, ignore_eos=True)

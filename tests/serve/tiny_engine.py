@@ -233,7 +233,7 @@ def tiny_engine(
         max_model_len=LENGTH,
         max_tail=max_tail,
         max_chunk=BUCKETS.largest_chunk,
-        max_chunk_beside_decode=BUCKETS.mixed_chunks[-1],
+        chunks_beside_decode=BUCKETS.mixed_chunks,
         prompt_logprob_chunk=BUCKETS.prompt_logprobs,
         host_bytes=host_bytes,
     )

@@ -1,0 +1,116 @@
+"""Requests a second of the whole engine: many prompts at once, answers of a fixed length, random weights.
+
+  python -m benchmarks.engine_traffic                                    256 prompts of 2,048 tokens, 128 back
+  python -m benchmarks.engine_traffic --prompt 220 --spread 1.1 --generate 200 --requests 512 --half-empty
+                                                                         lengths as in chats; and chunks never split
+
+Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
+weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
+request's first token, "gap" the time between two tokens of a request. `--half-empty` serves all once more with chunks that
+are not split to fill the programs that run them (`serve.limits`).
+"""
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from benchmarks import decode_step
+from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from serve.engine import Engine
+
+
+def lengths(requests: int, mean: int, spread: float, most: int) -> np.ndarray:
+    """Prompt lengths i64[requests]: all `mean`, or lognormal around it, their logarithms with a deviation of `spread`."""
+    if not spread:
+        return np.full(requests, mean)
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - spread**2 / 2, spread, requests)
+    return drawn.astype(int).clip(4, most)
+
+
+def serve(engine: Engine, prompts: list[list[int]], generate: int) -> dict[str, float]:
+    """All prompts at once, until all are answered."""
+    before = engine.stats().steps_total
+    seconds, outputs = answer_all(engine, prompts, generate)
+    first = np.array([a[0] for a in outputs.at]) - outputs.made
+    gaps = np.concatenate([np.diff(a) for a in outputs.at])
+    tokens = sum(map(len, prompts))
+    return {
+        "requests_per_s": len(prompts) / seconds,
+        "prompt_tokens_per_s": tokens / seconds,
+        "generated_per_s": len(prompts) * generate / seconds,
+        "first_mean_s": float(first.mean()),
+        "first_p99_s": float(np.percentile(first, 99)),
+        "gap_median_ms": float(np.median(gaps)) * 1e3,
+        "gap_p99_ms": float(np.percentile(gaps, 99)) * 1e3,
+        "steps": engine.stats().steps_total - before,
+        "preemptions": engine.stats().preemptions_total,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens, on average")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="of the lengths, lognormal; 0: all the same"
+    )
+    parser.add_argument("--generate", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--retention", type=float, nargs="*", default=[1.0, 0.25])
+    parser.add_argument("--kv-gib", type=float, default=55.0, help="memory for keys and values")
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--scorer", default="expected_attention")
+    parser.add_argument("--half-empty", action="store_true", help="once more, chunks never split")
+    parser.add_argument("--programs", help="directory that keeps programs for the next start")
+    parser.add_argument("--out", help="write the rows to this JSON file")
+    args = parser.parse_args()
+    if args.programs:
+        jax.config.update("jax_compilation_cache_dir", str(Path(args.programs) / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    config = decode_step.first_layers(SHAPES[args.shape], args.layers)
+    params = decode_step.random_weights(config)
+    device = jax.devices()[0].device_kind
+    print(device, flush=True)
+    sizes = lengths(args.requests, args.prompt, args.spread, args.max_model_len - args.generate)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, config.vocab_size, size).tolist() for size in sizes]
+    rows: list[dict[str, Any]] = []
+    for retention in args.retention:
+        engine = start_engine(
+            config, params, retention,
+            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
+            kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+            prefix_cache=False, programs=args.programs,
+        )  # fmt: skip
+        serve(engine, prompts[:8], 8)  # the first steps of a process take longer
+        for split in (True, False)[: 1 + args.half_empty]:
+            with mock.patch("serve.limits.WORTH_A_STEP", 256 if split else 1 << 30):
+                row = {"retention": retention, "split": split} | serve(engine, prompts, args.generate)
+            rows.append(row)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        engine.stop()
+        del engine
+        gc.collect()  # its pool must go before the next one comes
+    for row in rows[1:]:
+        print(f"requests a second, {row['retention']:g} {'split' if row['split'] else 'not split'} / first row: "
+              f"{row['requests_per_s'] / rows[0]['requests_per_s']:.2f}")  # fmt: skip
+    if args.out:
+        result = {"device": device, "arguments": vars(args), "prompt_tokens": int(sizes.sum()), "rows": rows}
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
