@@ -184,3 +184,44 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
     for got, other_way, want in zip(fast, composed, slow, strict=True):
         assert relative(got, want) < 0.1
         assert relative(other_way, want) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
+def test_chunks_of_several_rows_are_each_as_alone(dtype):
+    """Under budgets of their own, beside a row that decodes, and with a chunk of no row."""
+    profile = tj.BudgetProfile.from_ratios(
+        np.random.default_rng(0).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32), retention=0.5, alpha=0.0
+    )
+    plan = tj.CachePlan.build(profile, 2, 16, max_retention=1.0)
+    params = random_params(CONFIG, 0, dtype=jnp.bfloat16)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
+    )
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(8, CONFIG.vocab_size, n).astype(np.int32) for n in (300, 250, 128)]
+    prefill, decode = functions()
+    for row, (text, retention) in enumerate(zip(texts, (None, 0.2, 1.0), strict=True)):
+        budgets = plan.budgets_at(retention)
+        cache = tj.set_budgets(plan, cache, np.int32(row), budgets)
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(len(text) + 128), np.int32(8))
+        for start in range(0, len(text) - 1, 128):
+            part = text[start : start + 128]
+            padded, count = np.pad(part, (0, 128 - len(part))), np.int32(len(part))
+            _, cache = prefill(
+                params, CONFIG, plan, cache, scorer=SNAPKV, row=np.int32(row), tokens=padded, count=count
+            )
+    more = [tj.Chunk(np.int32(row), texts[0][:128], np.int32(n)) for row, n in ((1, 100), (2, 128), (4, 1))]
+    token = tj.Decode(np.array([0], np.int32), np.array([9], np.int32))
+    apart = jax.tree.map(jnp.copy, cache)
+    both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(params, CONFIG, plan, SNAPKV, cache, more, token)
+    alone = []
+    for chunk in more[:2]:
+        out, apart = prefill(
+            params, CONFIG, plan, apart, scorer=SNAPKV, row=chunk.row, tokens=chunk.tokens, count=chunk.valid
+        )
+        alone.append(out)
+    out, apart = decode(params, CONFIG, plan, apart, rows=token.rows, tokens=token.tokens)
+    for got, want in zip(both[np.array([0, 1, 3])], [*alone, out[0]], strict=True):
+        assert relative(got, want) < 5e-2
+    for name in ("tokens", "tail", "table", "num_free"):
+        np.testing.assert_array_equal(getattr(cache, name), getattr(apart, name))
