@@ -11,8 +11,9 @@ SERVE_FLAGS ?=
 serve: $(READY)
 	$(BIN)/python -m serve --model $(MODEL) $(SERVE_FLAGS)
 
+# The programs of tests run once or twice each: what LLVM would save by optimising them it takes several times over.
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -177,7 +177,7 @@ def sdpa_us(x: Inputs) -> float:
     k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn((batch, heads * x.shape.group, 1, shape[-1]), device="cuda", dtype=torch.bfloat16)
     attend = torch.nn.functional.scaled_dot_product_attention
-    us = torch_busy_us(lambda: attend(q, k, v, enable_gqa=True))
+    us = torch_busy_us(functools.partial(attend, q, k, v, enable_gqa=True))
     del q, k, v
     torch.cuda.empty_cache()
     return us

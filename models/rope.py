@@ -51,7 +51,7 @@ def _scaled(inv_freq: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> 
     return inv_freq * (blend + (1.0 - blend) / scaling.factor)
 
 
-def rope_frequencies(config: ModelConfig, *, sliding: bool = False) -> Float[np.ndarray, D / 2]:
+def rope_frequencies(config: ModelConfig, *, sliding: bool = False) -> Float[np.ndarray, " half"]:
     """Inverse frequencies f32[D/2] (radians per position), with the model's scaling applied.
 
     `sliding`: those of the sliding layers, which are never scaled where the model has a base for them.

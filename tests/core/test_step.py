@@ -1,8 +1,6 @@
 """Chunked prefill and decode through the paged cache: exact at full retention, lawful and protective below it."""
 
-import functools
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,69 +8,27 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from models.attention import dense_attend
 from models.logits import AttentionLogits
-from models.testing import random_params, tiny_config
-from models.transformer import forward
 from pallas_kernels import byte_pages
 from tangram_jax.attention import chunk_attention
 from tangram_jax.pages import LayerPages
-
-CONFIG = tiny_config(num_layers=2)
-PARAMS = random_params(CONFIG, 0)
-HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
-SNAPKV = tj.get_scorer("snapkv")
-ROW = np.int32(1)
-SLOTS = 90  # token slots of every chunk: one program for each plan
-
-prefill_chunk = jax.jit(
-    tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer", donate_argnames="cache"
+from tests.core.stepping import (
+    CONFIG,
+    HEADS,
+    PARAMS,
+    ROW,
+    SLOTS,
+    SNAPKV,
+    decode_step,
+    dense_logits,
+    entries_of,
+    new_cache,
+    plan_of,
+    prefill,
+    prefill_chunk,
+    ragged_profile,
+    random_tokens,
 )
-decode_step = jax.jit(tj.decode_step, static_argnums=(1, 2), donate_argnames="cache")
-
-
-def random_tokens(count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(8, CONFIG.vocab_size, count).astype(np.int32)
-
-
-@partial(jax.jit, static_argnums=0)
-def dense_logits(config, tokens):
-    positions = jnp.arange(len(tokens))
-    return forward(PARAMS, config, tokens, positions, dense_attend(positions), ())[0]
-
-
-@functools.cache
-def plan_of(
-    profile: str, heads_per_page: int, page_size: int, cluster: str = "layer", **options
-) -> tj.CachePlan:
-    """Plans are static arguments: one object for each layout keeps the number of compilations small."""
-    budgets = ragged_profile() if profile == "ragged" else tj.BudgetProfile.uniform(*HEADS, float(profile))
-    return tj.CachePlan.build(budgets, heads_per_page, page_size, cluster, window=8, **options)
-
-
-def new_cache(plan, *, rows=3, max_tokens=160, max_tail=32) -> tj.Cache:
-    return tj.init_cache(
-        plan, CONFIG, num_pages=600, max_requests=rows, max_tokens=max_tokens, max_tail=max_tail
-    )
-
-
-def prefill(plan, cache, tokens, size, *, row=ROW, scorer=SNAPKV):
-    """All of `tokens` in chunks of `size`: (logits after each chunk, cache)."""
-    logits = []
-    for start in range(0, len(tokens), size):
-        part = tokens[start : start + size]
-        padded = np.zeros(SLOTS, np.int32)
-        padded[: len(part)] = part
-        out, cache = prefill_chunk(
-            PARAMS, CONFIG, plan, cache, scorer=scorer, row=row, tokens=padded, count=np.int32(len(part))
-        )
-        logits.append(out)
-    return logits, cache
-
-
-def ragged_profile(seed: int = 0) -> tj.BudgetProfile:
-    ratios = np.random.default_rng(seed).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32)
-    return tj.BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0)
 
 
 @pytest.mark.parametrize("cluster", ["layer", "model", "adjacent"])
@@ -228,88 +184,6 @@ def test_chunks_and_decode_tokens_share_a_step():
     np.testing.assert_allclose(cache.pool, apart.pool, atol=1e-5)
     for name in ("tail", "tokens", "table", "free", "num_free"):
         np.testing.assert_array_equal(getattr(cache, name), getattr(apart, name))
-
-
-def entries_of(plan, cache, row, head) -> np.ndarray:
-    """Keys f32[n, D] that `head` (layer * K + KV head) holds in `row`."""
-    group, column = plan.group_of.reshape(-1)[head], plan.column_of.reshape(-1)[head]
-    length = int(plan.lengths(int(cache.tokens[row]))[group] + cache.tail[row])
-    first = cache.layout.first[group]
-    pages = np.asarray(cache.table[row])[first : first + -(-length // plan.page_size)]
-    return np.asarray(cache.pool)[pages, 0, column].reshape(-1, CONFIG.head_dim)[:length]
-
-
-def true_keys(tokens) -> np.ndarray:
-    """Keys f32[L * K, T, D] of a dense forward pass. Only layer 0's are those of a compressed run too."""
-    kept = []
-
-    def attend(state, layer, q, k, v):
-        kept.append(k)
-        return dense_attend(jnp.arange(len(tokens)))(state, layer, q, k, v)
-
-    forward(PARAMS, CONFIG, tokens, jnp.arange(len(tokens)), attend, ())
-    return np.concatenate([np.asarray(k).swapaxes(0, 1) for k in kept])
-
-
-def kept_positions(entries, keys) -> list[int]:
-    """Which of `keys` [T, D] the `entries` [n, D] are."""
-    distance = np.abs(entries[:, None] - keys[None]).max(-1)
-    assert distance.min(1).max(initial=0) < 1e-4
-    return distance.argmin(1).tolist()
-
-
-@pytest.mark.parametrize("cluster", ["layer", "model"])
-def test_each_head_keeps_sinks_window_and_its_own_best(cluster):
-    plan = plan_of("ragged", 2, 8, cluster, min_entries=12)
-    tokens = random_tokens(90)
-    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(90), np.int32(0))
-    _, cache = prefill(plan, cache, tokens, 30)
-    keys = true_keys(tokens)
-    chosen = []
-    for head in range(CONFIG.num_kv_heads):
-        kept = kept_positions(entries_of(plan, cache, 1, head), keys[head])
-        group = plan.group_of.reshape(-1)[head]
-        assert len(set(kept)) == plan.lengths(90)[group]
-        assert kept[-8:] == list(range(82, 90))
-        assert set(kept) >= set(range(4))
-        chosen.append((group, frozenset(kept)))
-    same_group = [sets for sets in chosen if [g for g, _ in chosen].count(sets[0]) > 1]
-    assert len({s for _, s in same_group}) > 1 or cluster == "model"
-
-
-def test_streaming_keeps_sinks_and_the_most_recent_across_chunks():
-    """A scorer whose choice is known: with one chunk's worth of lock at a time nothing else may survive."""
-    plan = plan_of("0.25", 2, 8)
-    tokens = random_tokens(64)
-    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(64), np.int32(0))
-    _, cache = prefill(plan, cache, tokens, 64, scorer=tj.get_scorer("streaming_llm"))
-    kept = kept_positions(entries_of(plan, cache, 1, 0), true_keys(tokens)[0])
-    assert kept == [0, 1, 2, 3, 55, 54, 53, 52, *range(56, 64)] or sorted(kept) == [
-        0,
-        1,
-        2,
-        3,
-        *range(52, 64),
-    ]
-
-
-def test_a_tail_is_compressed_under_the_same_budgets_with_the_next_turn():
-    plan = plan_of("ragged", 2, 8, min_entries=12)
-    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(100), np.int32(10))
-    tokens = random_tokens(100)
-    _, cache = prefill(plan, cache, tokens[:50], 50)
-    for token in tokens[50:60]:
-        _, cache = decode_step(
-            PARAMS, CONFIG, plan, cache, rows=np.array([1], np.int32), tokens=np.array([token], np.int32)
-        )
-    assert (int(cache.tokens[1]), int(cache.tail[1])) == (50, 10)
-    _, cache = prefill(plan, cache, tokens[60:], 40)
-    assert (int(cache.tokens[1]), int(cache.tail[1])) == (100, 0)
-    keys = true_keys(tokens)
-    for head in range(CONFIG.num_kv_heads):
-        kept = kept_positions(entries_of(plan, cache, 1, head), keys[head])
-        assert len(set(kept)) == plan.lengths(100)[plan.group_of.reshape(-1)[head]]
-        assert kept[-8:] == list(range(92, 100))
 
 
 @pytest.mark.parametrize("back", [3, 8, 14])
