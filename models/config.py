@@ -20,6 +20,7 @@ from models.gemma import (
 )
 from models.gpt_oss import GPT_OSS, GPT_OSS_DEFAULTS, gpt_oss_fields, gpt_oss_problems, with_rope
 from models.layer_types import is_whole, read_sliding_layers
+from models.quantisation import METHODS, read_quantisation
 from models.rope_scaling import RopeScaling, is_positive, read_rope, read_sliding_rope
 
 log = logging.getLogger("tangram")
@@ -200,7 +201,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
             f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps but Gemma 2's, biases but "
-            "Qwen 2's and GPT-OSS's, or quantisation but GPT-OSS's mxfp4; rope scaling default, linear, llama3 or yarn"
+            f"Qwen 2's and GPT-OSS's; quantised by {', '.join(METHODS)}, GPT-OSS by mxfp4, or not at all; rope scaling "
+            "default, linear, llama3 or yarn"
         )
     _check_numbers(config, name)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
@@ -276,8 +278,8 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
         problems.append(f"hidden_act={config['hidden_act']}")
     if architecture == GPT_OSS:
         problems += gpt_oss_problems(config)
-    elif config.get("quantization_config"):
-        problems.append("quantised weights (quantization_config)")
+    else:
+        problems += read_quantisation(config.get("quantization_config"))[1]
     return problems
 
 

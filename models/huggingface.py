@@ -18,6 +18,8 @@ from models.config import (
     end_token_ids,
 )
 from models.overrides import overridden
+from models.quantisation import Quantisation, read_quantisation
+from models.safetensors_bytes import EIGHT_BIT_FLOATS, Bytes
 from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -50,6 +52,7 @@ class HuggingFaceDirectory:
             raise ModelNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
         self.config = self._config(name or self.path.resolve().name)
         self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
+        self._bytes: dict[str, Bytes] = {}  # tensor name -> the same file, of 8-bit floats
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def _generation_config(self) -> dict[str, Any]:
@@ -65,6 +68,7 @@ class HuggingFaceDirectory:
     def _config(self, name: str) -> ModelConfig:
         contents = overridden(_read_json(self.path / "config.json"), self._overrides)
         config = config_from_huggingface(contents, name)
+        self.quantisation: Quantisation | None = read_quantisation(contents.get("quantization_config"))[0]
         said = end_token_ids(self._generation_config(), f"generation_config.json of {name}")
         ids = {*config.eos_token_ids, *said}
         return config.replace(eos_token_ids=tuple(sorted(ids)))
@@ -92,12 +96,18 @@ class HuggingFaceDirectory:
                 file = safe_open(self.path / name, framework="np")
             except SafetensorError as error:
                 raise UnsupportedModelError(f"cannot read {self.path / name}: {error}") from error
+            raw = Bytes(self.path / name)
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 self._files[key] = file
-                self.shapes[key] = tuple(file.get_slice(key).get_shape())
+                found = file.get_slice(key)
+                self.shapes[key] = tuple(found.get_shape())
+                if found.get_dtype() in EIGHT_BIT_FLOATS:
+                    self._bytes[key] = raw
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in the dtype in which it is stored (bfloat16 as ml_dtypes.bfloat16)."""
+        """One tensor in the dtype in which it is stored (bfloat16 and 8-bit floats as those of ml_dtypes)."""
+        if name in self._bytes:
+            return self._bytes[name].read(name)
         return self._files[name].get_tensor(name)
 
     def in_mxfp4(self, name: str) -> bool:

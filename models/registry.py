@@ -21,7 +21,8 @@ from models import conversion_cache
 from models.config import ModelConfig, UnsupportedModelError
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.packed_experts import can_stay_packed, kept_packed
-from models.params import Params
+from models.params import Params, num_parameters
+from models.quantised import DequantisedTensors
 from models.tokenizer import Tokenizer
 from models.weights import TensorSource, assemble_params, experts_in_mxfp4
 
@@ -151,7 +152,13 @@ def _load_directory(
     tokenizer = directory.tokenizer()
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
-    config, params = _assemble(directory, config, dtype, "huggingface", progress, keep_mxfp4)
+    source: TensorSource = directory
+    if directory.quantisation is not None:
+        source = DequantisedTensors(directory, directory.quantisation, config)
+        size = num_parameters(config) * jnp.dtype(dtype).itemsize / 1e9
+        message = "The weights, quantised by %s, become %s as they are read: %.3g GB"
+        log.warning(message, directory.quantisation.method, jnp.dtype(dtype).name, size)
+    config, params = _assemble(source, config, dtype, "huggingface", progress, keep_mxfp4)
     return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 
 
