@@ -27,7 +27,7 @@ class _Stored(NamedTuple):
 
 
 class _Misfit(Exception):
-    """A tensor is not as others say."""
+    """Tensors are not as others say; a message of each."""
 
 
 class DequantisedTensors:
@@ -41,12 +41,12 @@ class DequantisedTensors:
     def __init__(self, source: TensorSource, quantisation: Quantisation, config: ModelConfig) -> None:
         self._source, self._how, self._name = source, quantisation, config.name
         self._stored: dict[str, _Stored] = {}
-        problems = []
+        problems: list[str] = []
         for name in source.shapes:
             try:
                 self._find(name)
-            except _Misfit as problem:
-                problems.append(str(problem))
+            except _Misfit as misfit:
+                problems += misfit.args
         if problems:
             raise self._error(*problems)
         parts = {part for stored in self._stored.values() for part in stored.parts if part}
@@ -202,7 +202,7 @@ class DequantisedTensors:
         parts = [module + name for name in names]
         missing = [name for name in parts if name not in self._source.shapes]
         if missing:
-            raise _Misfit("\n  ".join(f"{name}: missing beside {parts[0]}" for name in missing))
+            raise _Misfit(*(f"{name}: missing beside {parts[0]}" for name in missing))
         return parts
 
     def _matrix(self, name: str) -> tuple[int, int]:
