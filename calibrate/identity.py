@@ -1,7 +1,8 @@
 """What tells a model from another of the same name: some of its weights, and how its tokenizer cuts a text.
 
 A digest of weights would change with every rounding. So a few values are kept, and compared by their relative difference:
-rounding to bfloat16 moves a weight by 0.2%, to 8 bits by 1%, to 4 bits by 10%, other weights by more than 100%.
+rounding to bfloat16 moves a weight by 0.2%, to 8 bits by 1% (floats: 3%), to 4 bits by 10%, other weights by more than 100%.
+AWQ and SmoothQuant also move factors from the norms into the projections: what they leave is the product of the two.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Encoder(Protocol):
 def weights_identity(params: Any, config: ModelConfig) -> dict[str, Any]:
     """`VALUES` weights of the key projection and of the attention's norm of every layer, to four digits: plain JSON.
 
-    Which ones depends on shapes alone. Compiles a gather or two, and reads 32 numbers a layer from the device.
+    "products" are those of the projection's weights with the norm's that they meet. Which ones are taken depends on shapes
+    alone. Compiles a gather or two, and reads 48 numbers a layer from the device.
     """
     rng = np.random.default_rng(0)
     E, K, D = config.hidden_size, config.num_kv_heads, config.head_dim
@@ -45,7 +47,10 @@ def weights_identity(params: Any, config: ModelConfig) -> dict[str, Any]:
     key, norm = config.group_size, rng.integers(E, size=VALUES)
     keys = [layer["qkv"][rows, heads, key, columns] for layer in params["layers"]]
     norms = [layer["attn_norm"][norm] for layer in params["layers"]]
-    return {"keys": [_digits(x) for x in keys], "norms": [_digits(x) for x in norms]}
+    met = [layer["attn_norm"][rows] for layer in params["layers"]]
+    products = [_wide(k) * (_wide(n) + config.norm_offset) for k, n in zip(keys, met, strict=True)]
+    found = {"keys": keys, "norms": norms, "products": products}
+    return {name: [_digits(x) for x in values] for name, values in found.items()}
 
 
 def tokenizer_identity(tokenizer: Encoder) -> dict[str, Any]:
@@ -57,14 +62,18 @@ def tokenizer_identity(tokenizer: Encoder) -> dict[str, Any]:
 def compare_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Sameness, float]:
     """How alike two results of `weights_identity` are, and the relative difference of the layer that differs most.
 
-    "quantised": keys differ as by rounding to a few bits, norms do not, as in GGUF files; weights tuned by adapters that
-    leave the norms alone look alike. "tuned": norms differ too; so little that neither shows is "same". "other": some layer
-    has nothing in common, or shapes differ.
+    "quantised": keys differ as by rounding to a few bits, norms do not, as in GGUF files, or their products differ much less
+    than they do; weights tuned by adapters that leave the norms alone look alike. "tuned": norms differ too; so little that
+    neither shows is "same". "other": some layer has nothing in common, or shapes differ.
     """
     try:
         keys, norms = (_difference(then[name], now[name]) for name in ("keys", "norms"))
+        known = "products" in then and "products" in now  # not of older profiles
+        products = _difference(then["products"], now["products"]) if known else float("inf")
     except (KeyError, TypeError, ValueError):  # of other shapes
         return "other", float("inf")
+    if norms >= NORMS and products < min(QUANTISED, max(keys, norms) / 2):
+        return "quantised", products
     if not keys < QUANTISED or not norms < QUANTISED:
         return "other", max(keys, norms)
     if norms >= NORMS:
@@ -80,5 +89,9 @@ def _difference(then: Any, now: Any) -> float:
     return float((np.sqrt(np.square(a - b).mean(axis=1)) / np.maximum(scale, 1e-12)).max())
 
 
+def _wide(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
 def _digits(values: Any) -> list[float]:
-    return [float(f"{x:.4g}") for x in np.asarray(values, np.float32).tolist()]
+    return [float(f"{x:.4g}") for x in _wide(values).tolist()]

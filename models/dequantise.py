@@ -135,7 +135,7 @@ def _scaled(
 
     def spread(table: np.ndarray, some: slice) -> np.ndarray:
         found = table[rows[some]]
-        return found if columns is None or table.shape[1] == 1 else found.take(columns, axis=1)
+        return found if columns is None or table.shape[1] == 1 else found[:, columns]
 
     def fill(start: int, end: int) -> None:
         for first in range(start, end, ROWS):

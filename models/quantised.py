@@ -11,7 +11,7 @@ import numpy as np
 from models import dequantise
 from models.config import ModelConfig
 from models.quantisation import Quantisation
-from models.weight_names import leaf_names, text_name
+from models.weight_names import is_ignored, leaf_names, text_name
 from models.weights import TensorSource, WeightMismatchError
 
 # Of activations, keys and values, which are not quantised here.
@@ -43,6 +43,8 @@ class DequantisedTensors:
         self._stored: dict[str, _Stored] = {}
         problems: list[str] = []
         for name in source.shapes:
+            if is_ignored(text_name(name)):
+                continue
             try:
                 self._find(name)
             except _Misfit as misfit:
@@ -143,6 +145,7 @@ class DequantisedTensors:
 
     def _of_packed(self, module: str) -> _Stored:
         words, scale, said = self._parts(module, "weight_packed", "weight_scale", "weight_shape")
+        self._expect(said, (2,))
         out, inputs = (int(x) for x in self._tensor(said))
         groups = self._source.shapes[scale][-1]
         self._expect(scale, (out, groups))

@@ -89,7 +89,8 @@ def load_model(
     Args:
       name_or_path: a short name (`SHORT_NAMES`, `HUB_NAMES`), a GGUF file, a Hugging Face directory, or a hub name
         "org/model".
-      dtype: dtype of the parameters: float32, bfloat16 or float16.
+      dtype: dtype of the parameters: float32, bfloat16 or float16. What is quantised (`models.quantisation.METHODS`) becomes
+        this as it is read.
       progress: show progress bars and messages on standard error.
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
       keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16. Such

@@ -14,6 +14,11 @@ from tangram_jax.profile import BudgetProfile
 
 log = logging.getLogger("tangram.engine")
 
+# What their makers append to names: -Q4_K_M, -FP8-dynamic, -GPTQ-Int4, -quantized.w4a16.
+_QUANTISATION = re.compile(
+    r"([-.](i?q\d\w*|b?f16|f32|fp8|dynamic|block|kv|awq|gptq|int\d|\dbit|quantized|w\da\d+))+$"
+)
+
 
 def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> BudgetProfile:
     """The profile that was asked for, else the shipped one, else uniform budgets.
@@ -109,4 +114,4 @@ def check_provenance(profile: BudgetProfile, model: LoadedModel, scorer: str) ->
 def _short(name: str) -> str:
     """Of a hub name, directory or GGUF file, without the quantisation, for comparison."""
     last = name.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix(".gguf")
-    return re.sub(r"[-.](i?q\d\w*|b?f16|f32)$", "", last)
+    return _QUANTISATION.sub("", last)

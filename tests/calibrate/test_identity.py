@@ -13,10 +13,13 @@ from calibrate import stamp
 from calibrate.identity import compare_weights, tokenizer_identity, weights_identity
 from calibrate.run import calibrate
 from calibrate.samples import calibration_samples
-from models.registry import LoadedModel
+from models.registry import LoadedModel, load_model
 from models.testing import random_params, tiny_config, tiny_tokenizer
+from models.weights import assemble_params
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
+from tests.models.checkpoints import golden_tensors
+from tests.models.quantised_models import CASES, quantised
 
 CONFIG = tiny_config(num_layers=2)
 PARAMS = random_params(CONFIG, 0)
@@ -36,6 +39,20 @@ def changed(share, norms=0.0, dtype=jnp.float32):
     return jax.tree_util.tree_map_with_path(noisy, PARAMS)
 
 
+def rescaled(noise):
+    """PARAMS with factors moved from the norms into the projections, as AWQ does before it rounds."""
+    rng = np.random.default_rng(1)
+    layers = []
+    for layer in changed(noise)["layers"]:
+        factors = np.exp(rng.normal(0, 0.7, CONFIG.hidden_size)).astype(np.float32)
+        moved = {
+            "attn_norm": layer["attn_norm"] / factors,
+            "qkv": layer["qkv"] * factors[:, None, None, None],
+        }
+        layers.append({**layer, **moved})
+    return {"layers": layers}
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -43,11 +60,13 @@ def changed(share, norms=0.0, dtype=jnp.float32):
         (changed(0, dtype=jnp.bfloat16), "same"),
         (changed(0.004), "same"),  # 8 bits
         (changed(0.08), "quantised"),  # 4 bits
+        (rescaled(0.08), "quantised"),
         (changed(0.01, norms=0.1), "tuned"),
+        (changed(0.08, norms=0.1), "tuned"),
         (random_params(CONFIG, 1), "other"),
         (random_params(tiny_config(num_layers=3), 0), "other"),
     ],
-    ids=["itself", "bfloat16", "8 bits", "4 bits", "tuned", "other seed", "other depth"],
+    ids=["itself", "bfloat16", "8 bits", "4 bits", "AWQ", "tuned", "tuned more", "other seed", "other depth"],
 )
 def test_weights_are_told_apart_by_how_much_they_differ(params, expected):
     then = json.loads(json.dumps(weights_identity(PARAMS, CONFIG)))
@@ -55,6 +74,26 @@ def test_weights_are_told_apart_by_how_much_they_differ(params, expected):
     assert np.asarray(now["keys"]).shape == (len(params["layers"]), 16)
     assert compare_weights(then, now)[0] == compare_weights(now, then)[0] == expected
     assert compare_weights({}, now)[0] == "other"
+
+
+def test_profiles_from_before_products():
+    then = weights_identity(PARAMS, CONFIG)
+    del then["products"]
+    for params, expected in (
+        (changed(0.08), "quantised"),
+        (changed(0.08, norms=0.1), "tuned"),
+        (rescaled(0), "other"),
+    ):
+        assert compare_weights(then, weights_identity(params, CONFIG))[0] == expected
+
+
+@pytest.mark.parametrize("case", ["fp8 in blocks", "int-quantized"])
+def test_quantised_checkpoints_are_the_model_that_they_were(case, tmp_path):
+    whole = assemble_params(*golden_tensors(CASES[case][0]), "float32", progress=False)
+    model = load_model(quantised(tmp_path, *CASES[case])[0], progress=False)
+    then, now = (weights_identity(params, model.config) for params in (whole, model.params))
+    sameness, difference = compare_weights(then, now)
+    assert sameness in ("same", "quantised") and 0.002 < difference < 0.05
 
 
 def test_the_values_are_those_of_keys():

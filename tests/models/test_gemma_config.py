@@ -88,7 +88,7 @@ def rope(**types):
         (rope(sliding_attention=4), "rope_parameters="),
         (rope(full_attention=[4]), "rope_parameters="),
         (rope(full_attention={"rope_type": "linear"}), "'linear' without factor"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights without quant_method"),
     ],
 )
 def test_unsupported_configurations(changes, message):

@@ -103,7 +103,7 @@ def test_tied_and_untied_heads(tiny):
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' without factor"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling of type 'longrope'"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights without quant_method"),
         ({"architectures": None}, "none given"),
         ({"eos_token_id": "2"}, "config.json of x: eos_token_id is '2', expected a token id or a list"),
         ({"eos_token_id": [2, True]}, "eos_token_id is .2, True."),

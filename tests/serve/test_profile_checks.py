@@ -79,7 +79,9 @@ def test_another_scorer_is_named_unless_the_profile_is_for_all(caplog):
 def test_a_profile_of_another_model_is_named(tmp_path, caplog):
     config = tiny_config(num_layers=2)
     shape = (config.num_layers, config.num_kv_heads)
-    for made_for, warnings in (("other/base", 1), ("hub/Tiny", 0), ("/models/tiny-Q4_K_M.GGUF", 0)):
+    quantised = ("tiny-FP8", "tiny-FP8-dynamic", "hub/tiny-GPTQ-Int4", "tiny-AWQ", "tiny-quantized.w4a16")
+    same = [(name, 0) for name in ("hub/Tiny", "/models/tiny-Q4_K_M.GGUF", *quantised)]
+    for made_for, warnings in (("other/base", 1), *same):
         profile = BudgetProfile(budgets=np.full(shape, 0.5), retention=0.5, provenance={"model": made_for})
         profile.save(tmp_path / "p.npz")
         caplog.clear()
