@@ -145,5 +145,7 @@ def _unlike(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _is_empty(config: Any) -> bool:
-    """Whether a transform_config or sparsity_config is none, or as compressed-tensors writes it for none."""
-    return not config or config in ({"config_groups": {}}, {"format": "dense"})
+    """Whether a transform_config or sparsity_config is none, or one that compressed-tensors writes for none."""
+    if not isinstance(config, Mapping):
+        return not config
+    return not config or config.get("config_groups") == {} or config.get("format") == "dense"

@@ -42,6 +42,42 @@ def test_what_is_said(given, found):
     assert config_from_huggingface(HF_CONFIG | {"quantization_config": given}, "x").num_layers == 2
 
 
+PUBLISHED = {  # as in checkpoints on the hub
+    "Qwen3-8B-FP8": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "FP8-dynamic": compressed("float-quantized", scheme("channel")) | {
+        "quantization_status": "frozen", "global_compression_ratio": 1.46,
+        "sparsity_config": {
+            "format": "dense", "global_sparsity": 0.14, "ignore": [], "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured", "targets": [],
+        },
+    },
+    "kv cache": compressed("pack-quantized", scheme("group", **INT4)) | {
+        "kv_cache_scheme": scheme("tensor"), "transform_config": {"config_groups": {}}, "version": "0.12.0",
+    },
+    "Qwen2.5-7B-Instruct-AWQ": {
+        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+        "zero_point": True,
+    },
+    "Qwen2.5-7B-Instruct-GPTQ-Int8": {
+        "bits": 8, "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128,
+        "pad_token_id": None, "quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True,
+        "use_cuda_fp16": False, "use_exllama": True,
+    },
+    "GPTQModel": {
+        "bits": 4, "checkpoint_format": "gptq", "desc_act": False, "dynamic": None, "group_size": 128, "lm_head": False,
+        "meta": {"quantizer": ["gptqmodel:4.0"]}, "pack_dtype": "int32", "quant_method": "gptq", "sym": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_published(name):
+    found, problems = read_quantisation(PUBLISHED[name])
+    assert found is not None and problems == []
+
+
 @pytest.mark.parametrize("given", [None, {}, ""])
 def test_nothing(given):
     assert read_quantisation(given) == (None, [])

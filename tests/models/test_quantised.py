@@ -124,6 +124,24 @@ def test_what_sees_images_is_not_looked_at(tmp_path):
     load_model(directory, progress=False)
 
 
+def test_floats_of_8_bits_in_several_files(tmp_path):
+    directory, stored, dense, config = quantised(tmp_path, *CASES["fp8 in blocks, scales of 8 bits"])
+    names = list(stored)
+    write_safetensors(directory / "model.safetensors", {name: stored[name] for name in names[::2]})
+    write_safetensors(directory / "more.safetensors", {name: stored[name] for name in names[1::2]})
+    wanted = assemble_params(Tensors(dense), config, "float32", progress=False)
+    assert same(load_model(directory, progress=False).params, wanted)
+
+
+def test_indices_of_inputs_that_say_nothing(tmp_path):
+    """compressed-tensors writes -1 where groups are in the order of the inputs."""
+    directory, stored, dense, config = quantised(tmp_path, *CASES["pack-quantized"])
+    stored[f"{K}.weight_g_idx"] = np.full(32, -1, np.int32)
+    write_safetensors(directory / "model.safetensors", stored)
+    wanted = assemble_params(Tensors(dense), config, "float32", progress=False)
+    assert same(load_model(directory, progress=False).params, wanted)
+
+
 def test_one_weight_is_read_at_a_time(tmp_path):
     """Nothing but what says a shape is read before a weight is asked for."""
     directory = HuggingFaceDirectory(quantised(tmp_path, *CASES["gptq"])[0])
