@@ -40,15 +40,12 @@ def flush_buffer(megabytes: int = 256) -> jax.Array:
     return jax.random.normal(jax.random.PRNGKey(0), (megabytes * 2**19,), jnp.bfloat16)
 
 
-def cold_kernel_us(
-    call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12
-) -> tuple[float, float]:
-    """Median and least time of the kernel whose name contains `name`, with a cold L2.
+def cold_calls(call: Callable[..., Any], calls: int = 12) -> Callable[..., Any]:
+    """A compiled run(flush, *args) that calls `call(*args)` so often in one scan, each time with a cold L2.
 
-    `call(*args)` runs `calls` times inside one scan; in between a buffer larger than the L2 is read. The first argument is
-    made to depend on that read, so that neither is moved nor merged.
+    In between a buffer larger than the L2 is read. The first argument is made to depend on that read, so that neither is
+    moved nor merged.
     """
-    flush = flush_buffer()
 
     @jax.jit  # the arguments come in as operands: captured, gigabytes of them would be constants of the program
     def run(flush: jax.Array, *args: Any) -> Any:
@@ -59,12 +56,29 @@ def cold_kernel_us(
 
         return lax.scan(step, jnp.float32(1.0), None, length=calls)
 
-    jax.block_until_ready(run(flush, *args))
-    kernels = trace_kernels(lambda: run(flush, *args))
+    return run
+
+
+def cold_times(run: Callable[..., Any], args: tuple[Any, ...], name: str) -> tuple[float, float]:
+    """Median and least time of the kernel whose name contains `name`, in a run of `cold_calls`."""
+    kernels = kernels_of(run, (flush_buffer(), *args))
     times = [t for key, values in kernels.items() if name in key for t in values]
     if not times:
         raise RuntimeError(f"no kernel named {name!r} among {sorted(kernels)}")
     return float(np.median(times)), float(np.min(times))
+
+
+def cold_kernel_us(
+    call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12
+) -> tuple[float, float]:
+    """Median and least time of the kernel whose name contains `name`, with a cold L2; see `cold_calls`."""
+    return cold_times(cold_calls(call, calls), args, name)
+
+
+def kernels_of(run: Callable[..., Any], args: tuple[Any, ...], calls: int = 1) -> dict[str, list[float]]:
+    """Durations in us of every kernel of so many runs of a compiled function, by name; it ran once before."""
+    jax.block_until_ready(run(*args))
+    return trace_kernels(lambda: [run(*args) for _ in range(calls)][-1])
 
 
 def read_roof(gigabytes: int = 4) -> float:

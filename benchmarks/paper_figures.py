@@ -1,6 +1,6 @@
 """Figures 4c and 13 of the TANGRAM paper on this GPU, beside the paper's own figures.
 
-  python -m benchmarks.paper_figures --out FILE        measure, write FILE (JSON), draw docs/figure_4c.png and figure_13.png
+  python -m benchmarks.paper_figures                   measure, write figures.json, draw docs/figure_4c.png and figure_13.png
   python -m benchmarks.paper_figures --plot-only FILE  draw what was measured before
 
 4c, the straggler: time of decode attention when heads have skewed budgets, over its time when all heads have equal budgets
@@ -20,7 +20,6 @@ Budgets are lognormal (sigma 0.8) around the retention, drawn anew for each laye
 import argparse
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,9 @@ from jax import lax
 import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, trace_kernels
 from benchmarks.host_plan import host_plan
-from benchmarks.ragged_decode import Row, kernel_us, make_inputs
+from benchmarks.ragged_divisions import host_plan_us, split_map, uniform_splits
+from benchmarks.ragged_inputs import kernel_us, make_inputs, make_plan, pool_shape, random_pool
+from benchmarks.ragged_rows import Row, capped
 from pallas_kernels import ragged_decode as rd
 from pallas_kernels.ragged_decode.plan import default_unit
 from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
@@ -78,28 +79,23 @@ MODELS = {
 # Figure 4c
 
 
-def uniform_splits(items: int) -> int:
-    """Parts of each (request, head) that fill the GPU about once."""
-    return max(1, round(num_sms() / items))
-
-
 def straggler(requests: int, with_flashinfer: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"requests": requests}
     for skew in ("ragged", "equal"):
         x = make_inputs(Row("Llama-3.1-8B", requests, 32_768, RETENTION, skew, PAGE))
-        ctas = max(1, num_sms() // requests)
-        ways: dict[str, dict[str, Any]] = {
-            "uniform splits": {"splits": uniform_splits(x.lengths.size)},
-            "split map": {"splits": tj.split_map(x.lengths.mean(axis=0), ctas, 1)},
-            "equal shares": {},
+        ways: dict[str, Any] = {
+            "uniform splits": uniform_splits(x.lengths.size),
+            "split map": split_map(x.lengths.mean(axis=0), requests),
+            "equal shares": None,
         }
-        times = {name: kernel_us(x, **how)[0] for name, how in ways.items()}
+        times = {name: kernel_us(x, x.plan(splits=splits))[0] for name, splits in ways.items()}
         if with_flashinfer:
-            from benchmarks.ragged_decode_baselines import FlashInfer, torch_busy_us
+            from benchmarks.torch_peers import FlashInfer, torch_busy_us
 
             times["FlashInfer"] = torch_busy_us(FlashInfer.by_head(x))
         result |= {"MB": x.kv_bytes / 1e6, skew: times}
-    return result
+    over = {name: us / result["equal"][name] for name, us in result["ragged"].items()}
+    return result | {"ragged / equal": over}
 
 
 # Figure 13
@@ -119,14 +115,11 @@ class Step:
     q: jax.Array
     options: dict[str, Any]
 
-    def plan(self, **how: Any) -> rd.DecodePlan:
-        make = jax.jit(
-            lambda lengths, table: rd.plan_decode(
-                lengths, table, self.first, np.zeros_like(self.first),
-                page_size=PAGE, num_layers=self.layers, **how,
-            )
+    def plan(self, splits: int | tuple[int, ...] | None = None) -> rd.DecodePlan:
+        return make_plan(
+            self.lengths, self.table, self.first, np.zeros_like(self.first),
+            page_size=PAGE, num_layers=self.layers, splits=splits,
         )  # fmt: skip
-        return make(self.lengths, self.table)
 
     def attend(self, q: jax.Array, pool: jax.Array, plan: rd.DecodePlan) -> jax.Array:
         return rd.ragged_decode(q, pool, plan, scale=self.shape.head_dim**-0.5, **self.options)[0]
@@ -137,9 +130,7 @@ def make_step(model: str, batch: int = BATCH, context: int = CONTEXT) -> Step:
     shape, layers = SHAPES[model], MODELS[model]
     heads = shape.num_kv_heads
     rng = np.random.default_rng(0)
-    budgets = rng.lognormal(0.0, SIGMA, size=(layers.count, heads))
-    for _ in range(20):  # each layer's mean after capping at 1 is the retention
-        budgets = np.minimum(budgets * RETENTION / budgets.mean(axis=1, keepdims=True), 1.0)
+    budgets = capped(rng.lognormal(0.0, SIGMA, size=(layers.count, heads)), RETENTION)
     for layer in range(layers.count):
         if not layers.is_full(layer):
             budgets[layer] = min(1.0, layers.window / context)
@@ -148,12 +139,7 @@ def make_step(model: str, batch: int = BATCH, context: int = CONTEXT) -> Step:
     first = np.concatenate([[0], np.cumsum(pages)[:-1]]).astype(np.int32)
     num_pages = batch * int(pages.sum())
     table = rng.permutation(num_pages).astype(np.int32).reshape(batch, -1)
-    pool_shape = (num_pages, 2, 1, PAGE, shape.head_dim)
-    bits = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, jnp.uint16))()
-    # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
-    pool = jax.jit(lambda x: lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0)(
-        bits
-    )
+    pool = random_pool(pool_shape(num_pages, PAGE, shape.head_dim, False))
     q = jax.random.normal(jax.random.PRNGKey(1), (batch, heads, shape.group, shape.head_dim), jnp.bfloat16)
     options = {"sinks": jnp.ones((heads, shape.group))} if shape.sinks else {}
     return Step(shape, layers.count, budgets, np.tile(kept, (batch, 1)), first, table, pool, q, options)
@@ -166,7 +152,7 @@ def kernels_ms(run: Callable[[], Any], name: str = "", calls: int = 3) -> float:
     return sum(sum(times) for key, times in kernels.items() if name in key) / calls / 1e3
 
 
-def step_ms(x: Step, **how: Any) -> float:
+def step_ms(x: Step, splits: int | tuple[int, ...] | None = None) -> float:
     """The attention kernels of all layers, one after the other."""
 
     @jax.jit
@@ -176,7 +162,7 @@ def step_ms(x: Step, **how: Any) -> float:
 
         return lax.scan(layer, q, jnp.arange(x.layers))[0]
 
-    plan = x.plan(**how)
+    plan = x.plan(splits)
     return kernels_ms(lambda: run(x.q, x.pool, plan), "ragged_decode")
 
 
@@ -205,27 +191,26 @@ def host_plan_ms(x: Step) -> float:
     want = x.plan()
     np.testing.assert_array_equal(make(1)[0], want.shares[1])
     np.testing.assert_array_equal(make(1)[1], want.items[1])
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        jax.block_until_ready([jax.device_put(make(layer)) for layer in range(x.layers)])
-        times.append((time.perf_counter() - began) * 1e3)
-    return float(np.median(times[1:]))
+    return host_plan_us(make, x.layers) * x.layers / 1e3
 
 
 def figure_13(model: str) -> dict[str, Any]:
     x = make_step(model)
     shares = step_ms(x)
     ctas = max(x.shape.num_kv_heads, num_sms() // BATCH)
-    return {
+    result: dict[str, Any] = {
         "model": model,
         "GB": int(x.lengths.sum()) * 4 * x.shape.head_dim / 1e9,
         "uniform splits": step_ms(x, splits=uniform_splits(BATCH * x.shape.num_kv_heads)),
-        "split map": step_ms(x, splits=tj.split_map(x.budgets, ctas, 1).reshape(-1)),
+        "split map": step_ms(x, splits=tuple(tj.split_map(x.budgets, ctas, 1).reshape(-1).tolist())),
         "equal shares": shares,
         "plan on device": device_plan_ms(x),
         "plan on host": host_plan_ms(x),
     }
+    default = shares + result["plan on device"]
+    run_time = (shares + result["plan on host"]) / default
+    over = {name: result[name] / default for name in ("uniform splits", "split map")}
+    return result | {"over equal shares": {"planned at run time": run_time} | over}
 
 
 # Plots
@@ -297,15 +282,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, help="measure, and write the figures' numbers there")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--out",
+        type=Path,
+        default=Path("figures.json"),
+        metavar="FILE",
+        help="measure, and write the figures' numbers there (default figures.json)",
+    )
     what.add_argument("--plot-only", type=Path, metavar="FILE", help="draw from such a file")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="of the pictures (default docs)")
     options = parser.parse_args(argv)
     if options.plot_only:
         data = json.loads(options.plot_only.read_text())
     else:
-        from benchmarks.ragged_decode_baselines import installed
+        from benchmarks.torch_peers import installed
 
         flashinfer = installed("torch") and installed("flashinfer")
         data = {"device": jax.devices()[0].device_kind, "roof_GBps": read_roof()}
@@ -320,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
                 data[name].append(measure())
                 print(json.dumps(data[name][-1]), flush=True)
                 options.out.write_text(json.dumps(data, indent=1))
+    options.folder.mkdir(parents=True, exist_ok=True)
     if data.get("figure_4c"):
         plot_4c(data["figure_4c"], data["device"], options.folder / "figure_4c.png")
     if data.get("figure_13"):

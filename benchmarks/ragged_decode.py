@@ -1,251 +1,117 @@
 """Ragged decode attention: KV bytes per second over the read roof of the same run, on shapes of real models.
 
-  python -m benchmarks.ragged_decode                 a few minutes on one Hopper GPU
-  python -m benchmarks.ragged_decode --all           every shape, retention, context and number of requests
-  python -m benchmarks.ragged_decode --divisions     the four ways to divide the work
+  python -m benchmarks.ragged_decode                 22 rows on one Hopper GPU
+  python -m benchmarks.ragged_decode --grid          five models, retention 1.0 to 0.25, 1K to 128K, 1 to 128 requests
+  python -m benchmarks.ragged_decode --all           every one of these combinations: half an hour
+  python -m benchmarks.ragged_decode --divisions     four ways to divide the work, also between requests of different lengths
+  python -m benchmarks.ragged_decode --empty         slots that hold nothing beside one request
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
   python -m benchmarks.ragged_decode --bytes         pages of bytes against the same entries in bfloat16
 
-Kernel times come from the profiler, with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
-`python -m benchmarks.ragged_decode_baselines` compares with FlashInfer, PyTorch and others.
+`--csv FILE --minutes 8` stops in time, and the same command goes on where it stopped. Kernel times come from the profiler,
+with the L2 swept before every call. `goal` is 6 us plus the bytes at 0.99 of the roof.
 "ragged": budgets of heads are lognormal (sigma 0.8) around the retention; "equal": the same bytes, all heads alike.
+`--divisions`: `X` is the kernel's time; `X / best` adds the planning of one layer of 32, which is nothing for uniform splits
+and the split map. "one long": one request has half of all tokens (128K at most); "lognormal": sigma 1, also 128K at most.
+`python -m benchmarks.ragged_decode_baselines` compares with FlashInfer, PyTorch and others.
 """
 
 import argparse
-import csv
 import dataclasses
-import sys
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
-from pallas_kernels import byte_pages
-from pallas_kernels import ragged_decode as rd
-from pallas_kernels.ragged_decode.shapes import SHAPES, Shape
-from pallas_kernels.support import num_sms
+from benchmarks import ragged_divisions
+from benchmarks.gpu_timing import read_roof
+from benchmarks.measured import add_options, measure_rows, of_model
+from benchmarks.ragged_inputs import Inputs, Pools, kernel_us, make_inputs
+from benchmarks.ragged_rows import DEFAULT_ROWS, DIVISION_ROWS, EMPTY_ROWS, GRID_ROWS, Row, all_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    model: str
-    requests: int
-    context: int
-    retention: float
-    skew: str  # "ragged" or "equal"
-    page: int = 64
-
-    def lengths(self, shape: Shape) -> np.ndarray:
-        """i32[B, K]: every head its own group, as after clustering over the whole model."""
-        heads = shape.num_kv_heads
-        if self.skew == "equal" or self.retention == 1.0:
-            kept = np.full((self.requests, heads), self.retention)
-        else:
-            rng = np.random.default_rng(0)
-            kept = rng.lognormal(0.0, 0.8, size=heads)
-            for _ in range(20):  # the mean after capping at 1 is the retention
-                kept = np.minimum(kept * self.retention / kept.mean(), 1.0)
-            kept = np.tile(kept, (self.requests, 1))
-        return np.maximum(np.ceil(kept * self.context), 1).astype(np.int32)
-
-
-DEFAULT_ROWS = [
-    *(
-        Row("Llama-3.1-8B", requests, context, 0.25, skew)
-        for requests, context in ((1, 8192), (16, 8192), (64, 8192), (64, 32768))
-        for skew in ("ragged", "equal")
-    ),
-    *(
-        Row("Llama-3.1-8B", requests, context, 1.0, "equal")
-        for requests, context in ((1, 1024), (1, 8192), (1, 32768), (32, 8192), (4, 102400))
-    ),
-    Row("Llama-3.1-8B", 64, 32768, 0.25, "ragged", page=16),
-    Row("Llama-3.1-8B", 1, 102400, 0.25, "ragged"),
-    Row("Llama-3.1-8B", 128, 1024, 0.25, "ragged"),
-    Row("Gemma-3-12B", 16, 32768, 0.25, "ragged"),
-    Row("Gemma-3-12B", 1, 8192, 1.0, "equal"),
-    Row("Qwen3-4B", 64, 8192, 0.5, "ragged"),
-    Row("Qwen3-30B-A3B", 64, 32768, 0.25, "ragged"),
-    Row("GPT-OSS-20B", 64, 32768, 0.25, "ragged"),
-    Row("GPT-OSS-20B", 1, 8192, 1.0, "equal"),
-]
-
-
-def all_rows() -> list[Row]:
-    rows = []
-    for model in SHAPES:
-        for requests in (1, 4, 16, 64, 128):
-            for context in (1024, 8192, 32768, 131072):
-                for retention in (1.0, 0.5, 0.25):
-                    skews = ("equal",) if retention == 1.0 else ("ragged", "equal")
-                    rows += [Row(model, requests, context, retention, skew) for skew in skews]
-    return rows
-
-
-@dataclasses.dataclass
-class Inputs:
-    q: jax.Array
-    pool: jax.Array
-    table: jax.Array
-    lengths: np.ndarray
-    first: np.ndarray
-    column: np.ndarray
-    shape: Shape
-    options: dict[str, Any]
-
-    @property
-    def kv_bytes(self) -> int:
-        entry = self.shape.head_dim * self.pool.dtype.itemsize + byte_pages.is_bytes(self.pool.dtype)
-        return int(self.lengths.sum()) * 2 * entry
-
-    def plan(self, **how: Any) -> rd.DecodePlan:
-        plan = rd.plan_decode(
-            jnp.asarray(self.lengths), self.table, self.first, self.column,
-            page_size=byte_pages.page_size(self.pool), **how,
-        )  # fmt: skip
-        return jax.tree.map(jnp.asarray, plan.layer(0))
-
-
-def make_inputs(row: Row, packed: bool = False) -> Inputs:
-    """One head per page (the hardest layout for memory), pages in random order. `packed`: pages of bytes."""
-    shape = SHAPES[row.model]
-    lengths = row.lengths(shape)
-    pages = -(-lengths // row.page)
-    rng = np.random.default_rng(1)
-    room = pages.max(axis=0)
-    first = np.concatenate([[0], np.cumsum(room)[:-1]]).astype(np.int32)
-    order = rng.permutation(int(pages.sum())).astype(np.int32)
-    table = np.zeros((row.requests, int(room.sum())), np.int32)
-    at = 0
-    for b in range(row.requests):
-        for k, n in enumerate(pages[b]):
-            table[b, first[k] : first[k] + n] = order[at : at + n]
-            at += n
-    rows = byte_pages.page_rows(jnp.uint8 if packed else jnp.bfloat16, row.page, shape.head_dim)
-    pool_shape = (int(pages.sum()), 2, 1, rows, shape.head_dim)
-    width = jnp.uint8 if packed else jnp.uint16
-    pool = jax.jit(lambda: jax.random.bits(jax.random.PRNGKey(0), pool_shape, width))()
-    if not packed:  # sign, 7 mantissa bits, exponent of [0.5, 1): finite and cheap to draw, whatever the size
-        pool = jax.jit(
-            lambda x: jax.lax.bitcast_convert_type((x & 0x807F) | 0x3F00, jnp.bfloat16), donate_argnums=0
-        )(pool)
-    q = jax.random.normal(
-        jax.random.PRNGKey(1), (row.requests, shape.num_kv_heads, shape.group, shape.head_dim), jnp.bfloat16
-    )
-    options = {"sinks": jnp.ones((shape.num_kv_heads, shape.group))} if shape.sinks else {}
-    return Inputs(
-        q, pool, jnp.asarray(table), lengths, first, np.zeros(shape.num_kv_heads, np.int32), shape, options
-    )
-
-
-def kernel_us(x: Inputs, **how: Any) -> tuple[float, float]:
-    def call(q: jax.Array, pool: jax.Array, plan: rd.DecodePlan) -> Any:
-        return rd.ragged_decode(q, pool, plan, scale=x.shape.head_dim**-0.5, **x.options)
-
-    return cold_kernel_us(call, (x.q, x.pool, x.plan(**how)), "ragged_decode")
-
-
-def measure(row: Row, roof: float, divisions: bool, packed: bool = False) -> dict[str, Any]:
-    x = make_inputs(row, packed)
+def of_roof(x: Inputs, roof: float) -> dict[str, float]:
+    """The kernel's time, and its bytes per second over `roof`, GB/s."""
     us, least = kernel_us(x)
     bytes_us = x.kv_bytes / roof / 1e3
-    result = dataclasses.asdict(row) | {
+    return {
         "MB": x.kv_bytes / 1e6,
         "us": us,
         "least": least,
         "GB/s": x.kv_bytes / us / 1e3,
+        "roof GB/s": roof,
         "of roof": bytes_us / us,
         "goal us": 6 + bytes_us / 0.99,
         "over bytes": us - bytes_us / 0.99,
     }
-    if packed:
-        result["bfloat16 us"] = kernel_us(make_inputs(row))[0]
-        result["times as fast"] = result["bfloat16 us"] / us
-    return result | divided(x) if divisions else result
 
 
-def divided(x: Inputs) -> dict[str, float]:
-    """The same kernel under other plans: uniform splits and the paper's split map."""
-    ctas = num_sms()
-    batch, heads = x.lengths.shape
-    uniform = max(1, round(ctas / (batch * heads)))
-    budgets = x.lengths.mean(axis=0)
-    split_map = np.maximum(1, np.round(ctas / batch * budgets / budgets.sum())).astype(int)
-    return {
-        "uniform splits": kernel_us(x, splits=uniform)[0],
-        "split map": kernel_us(x, splits=split_map)[0],
-    }
+def measure(row: Row, pools: Pools, roof: float) -> dict[str, Any]:
+    return of_roof(make_inputs(row, pools), roof)
 
 
-def plan_us(requests: int, layers: int = 32) -> tuple[float, int]:
-    """Time and number of the kernels that plan a step for all layers."""
-    heads = 8
-    rng = np.random.default_rng(0)
-    lengths = jnp.asarray(rng.integers(100, 8000, size=(requests, layers * heads)), jnp.int32)
-    table = jnp.zeros((requests, layers * heads * 125), jnp.int32)
-    first, column = np.arange(layers * heads) * 125, np.zeros(layers * heads)
-
-    @jax.jit
-    def run(lengths: jax.Array, table: jax.Array) -> Any:
-        plan = rd.plan_decode(lengths, table, first, column, page_size=64, num_layers=layers)
-        return plan.shares, plan.items, plan.sync
-
-    jax.block_until_ready(run(lengths, table))
-    kernels = trace_kernels(lambda: run(lengths, table))
-    return sum(map(sum, kernels.values())), sum(map(len, kernels.values()))
+def measure_divisions(row: Row, pools: Pools, roof: float) -> dict[str, Any]:
+    x = make_inputs(row, pools)
+    return {"MB": x.kv_bytes / 1e6, "roof GB/s": roof} | ragged_divisions.measure(x)
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(key for r in results for key in r))
+def measure_empty(row: Row, pools: Pools, roof: float) -> dict[str, Any]:
+    """Beside the same requests without the empty slots."""
+    alone = kernel_us(make_inputs(dataclasses.replace(row, slots=0), pools))[0]
+    result = of_roof(make_inputs(row, pools), roof)
+    return result | {"without empty slots": alone, "times as long": result["us"] / alone}
 
-    def text(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:.3f}" if abs(value) < 2 else f"{value:.1f}"
-        return str(value)
 
-    table = [columns, *([text(r.get(c, "")) for c in columns] for r in results)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        print("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)), flush=True)
+def measure_bytes(row: Row, pools: tuple[Pools, Pools], roof: float) -> dict[str, Any]:
+    """`pools` of bytes, and of bfloat16."""
+    result: dict[str, Any] = of_roof(make_inputs(row, pools[0]), roof)
+    wide = kernel_us(make_inputs(row, pools[1]))[0]
+    return result | {"bfloat16 us": wide, "times as fast": wide / result["us"]}
+
+
+def show_plans() -> None:
+    for requests in (1, 32, 128):
+        us, kernels = ragged_divisions.device_plan_us(requests)
+        print(
+            f"plan of 32 layers of 8 heads, {requests} requests: {us:.0f} us in {kernels} kernels", flush=True
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--divisions", action="store_true")
-    parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--bytes", action="store_true")
-    parser.add_argument("--model", help="only rows of this model")
-    parser.add_argument("--csv", help="write the rows there too")
+    which = parser.add_mutually_exclusive_group()
+    for name in ("grid", "all", "divisions", "empty", "plan"):
+        which.add_argument("--" + name, action="store_true")
+    parser.add_argument("--bytes", action="store_true", help="pages of bytes; with --grid and --all too")
+    add_options(parser)
     options = parser.parse_args(argv)
+    if options.bytes and (options.divisions or options.empty or options.plan):
+        parser.error("--bytes goes with the default rows, --grid and --all")
     if options.plan:
-        for requests in (1, 32, 128):
-            us, kernels = plan_us(requests)
-            print(
-                f"plan of 32 layers of 8 heads, {requests} requests: {us:.0f} us in {kernels} kernels",
-                flush=True,
-            )
+        show_plans()
         return
-    roof = read_roof()
+    rows = (
+        all_rows() if options.all
+        else GRID_ROWS if options.grid
+        else DIVISION_ROWS if options.divisions
+        else EMPTY_ROWS if options.empty
+        else DEFAULT_ROWS
+    )  # fmt: skip
+    chosen = of_model(rows, options.model)
+    roof = 0.0 if options.list else read_roof()
     print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
-    results = []
-    for row in all_rows() if options.all else DEFAULT_ROWS:
-        if options.model not in (None, row.model):
-            continue
-        if int(row.lengths(SHAPES[row.model]).sum()) * 4 * SHAPES[row.model].head_dim > 60e9:
-            continue
-        results.append(measure(row, roof, options.divisions, options.bytes))
-        print(".", end="", file=sys.stderr, flush=True)
-    show(results)
-    if options.csv:
-        with open(options.csv, "w", newline="") as f:
-            writer = csv.DictWriter(f, list(dict.fromkeys(key for r in results for key in r)))
-            writer.writeheader()
-            writer.writerows(results)
+    pools: Any = Pools(chosen, packed=options.bytes)
+    if options.bytes:
+        pools = pools, Pools(chosen)
+    each: Any = (
+        measure_divisions if options.divisions
+        else measure_empty if options.empty
+        else measure_bytes if options.bytes
+        else measure
+    )  # fmt: skip
+    measure_rows(rows, functools.partial(each, pools=pools, roof=roof), options)
 
 
 if __name__ == "__main__":
