@@ -1,8 +1,9 @@
 """Greedy tokens of the default model at retention 1.0: an accelerator against the CPU in float32.
 
+  python -m benchmarks.greedy_match                             the same as `compare`
+  python -m benchmarks.greedy_match compare                     the real engine, fed with the CPU's tokens (teacher forcing)
+  python -m benchmarks.greedy_match serve                       starts `python -m serve`, asks it over HTTP
   python -m benchmarks.greedy_match golden --out FILE           on a CPU: tokens, and the gap of the two best logits at each
-  python -m benchmarks.greedy_match compare --golden FILE       the real engine, fed with the CPU's tokens (teacher forcing)
-  python -m benchmarks.greedy_match serve --golden FILE         starts `python -m serve`, asks it over HTTP
 
 `compare` runs greedily until a token differs from the CPU's, notes the position, and goes on after the CPU's token: so every
 position is judged after the CPU's own prefix. A position where the CPU's two best logits lie closer than the noise of
@@ -38,6 +39,7 @@ TOKENS = 64
 BOOK = "persuasion"
 QUESTION = "Who appears in this passage, and what happens in it?\n\n"
 NOISE_PERCENTILE = 99
+GOLDEN = Path(__file__).parent / "results" / "2026-11-21-greedy-golden.json"
 
 
 def start_engine(dtype: str) -> tuple[Engine, Any, float]:
@@ -227,7 +229,8 @@ def _ask(base: str, case: dict[str, Any], noise: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Arguments, among them `run`: what to do with them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,11 +240,15 @@ def main() -> None:
         command.set_defaults(run=run)
         command.add_argument("--out", type=Path, required=name == "golden")
         if name != "golden":
-            command.add_argument("--golden", type=Path, required=True)
+            command.add_argument("--golden", type=Path, default=GOLDEN, help="the CPU's tokens")
     commands.choices["compare"].add_argument("--dtype", default="auto")
     commands.choices["compare"].add_argument("--calibrate", action="store_true")
     commands.choices["serve"].add_argument("--port", type=int, default=8123)
-    args = parser.parse_args()
+    return parser.parse_args(argv or ["compare"])
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
     args.run(args)
 
 
