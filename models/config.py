@@ -99,6 +99,8 @@ class ModelConfig:
     expert_bias: bool = False  # router and experts have biases (GPT-OSS)
     # The experts' gate and up parts are cut off there, g * sigmoid(1.702 g) * (u + 1) instead of silu(g) * u (GPT-OSS).
     swiglu_limit: float | None = None
+    # Of one device's share (`models.sharding.share`): the mesh axis over which what its heads and MLPs give is added up.
+    tensor_axis: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

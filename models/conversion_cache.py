@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerFast
 
 from models.config import ModelConfig, RopeScaling
 from models.params import Params, abstract_params
+from models.sharding import ShardingError, param_shardings, rules_for
 from models.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2  # increase when the parameter tree or the conversion changes
@@ -75,19 +77,26 @@ def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) 
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer] | None:
-    """Reads an entry. None when there is none, or it is unreadable: then it is deleted, with a warning in the log."""
+def load(
+    path: Path, dtype: DTypeLike, mesh: Mesh | None = None
+) -> tuple[ModelConfig, Params, Tokenizer] | None:
+    """Reads an entry, onto a mesh or the first device.
+
+    None when there is none, or it is unreadable: then it is deleted, with a warning in the log. Raises ShardingError.
+    """
     if not path.is_dir():
         return None
     try:
-        return _load(path, dtype)
+        return _load(path, dtype, mesh)
+    except ShardingError:
+        raise
     except Exception as error:  # whatever a half-deleted or foreign entry raises, converting again repairs it
         _log.warning("converting again: the cached model %s is unreadable (%s)", path, error)
         shutil.rmtree(path, ignore_errors=True)
         return None
 
 
-def _load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer]:
+def _load(path: Path, dtype: DTypeLike, mesh: Mesh | None) -> tuple[ModelConfig, Params, Tokenizer]:
     import orbax.checkpoint as ocp
 
     fields = json.loads((path / "config.json").read_text())
@@ -96,9 +105,13 @@ def _load(path: Path, dtype: DTypeLike) -> tuple[ModelConfig, Params, Tokenizer]
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"], factors=factors)
     tuples = {key: tuple(fields.get(key, ())) for key in ("eos_token_ids", "sliding_layers", "dense_layers")}
     config = ModelConfig(**{**fields, **tuples})
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = abstract_params(config, dtype)
+    if mesh is None:
+        places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), abstract)
+    else:
+        places = param_shardings(config, mesh, rules_for(config, mesh.size))
     target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract_params(config, dtype)
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, places
     )
     restore_args = ocp.checkpoint_utils.construct_restore_args(target)
     with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:

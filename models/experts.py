@@ -96,6 +96,9 @@ def expert_mlp(
             layer_params["expert_gate_up_bias"],
             layer_params["expert_down_bias"][:, None],
         )
+        if config.tensor_axis is not None:  # added once, not by every device
+            first = lax.axis_index(config.tensor_axis) == 0
+            down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
     rows = x.shape[0] * count
     tuning = (ep.packed_tuning_for if config.experts_mxfp4 else ep.tuning_for)(rows, num_experts)
     kernel = _has_kernel(x, gate_up, down)

@@ -11,10 +11,12 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import conversion_cache
@@ -83,6 +85,7 @@ def load_model(
     progress: bool = True,
     overrides: Mapping[str, Any] | None = None,
     keep_mxfp4: bool = False,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
 
@@ -93,15 +96,16 @@ def load_model(
         this as it is read.
       progress: show progress bars and messages on standard error.
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
-      keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16. Such
-        parameters cannot be sharded.
+      keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16.
+        On a mesh they do not.
+      mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
       UnsupportedModelError: another architecture, or a feature that this package lacks.
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, keep_mxfp4 = jnp.dtype(dtype), keep_mxfp4 and mesh is None
     if dtype.name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
     text = str(name_or_path)
@@ -120,18 +124,21 @@ def load_model(
             dtype,
             progress,
             keep_mxfp4,
+            mesh,
         )
     if path.is_file() and path.suffix.lower() == ".gguf":
         stat = path.stat()
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        return _load_gguf(lambda: path, identity, path.stem, dtype, progress, keep_mxfp4)
+        return _load_gguf(lambda: path, identity, path.stem, dtype, progress, keep_mxfp4, mesh)
     if path.is_dir():
-        return _load_directory(HuggingFaceDirectory(path, overrides=overrides), dtype, progress, keep_mxfp4)
+        directory = HuggingFaceDirectory(path, overrides=overrides)
+        return _load_directory(directory, dtype, progress, keep_mxfp4, mesh)
     repo = HUB_NAMES.get(text.lower(), text)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) and not text.startswith(".") and path.suffix.lower() != ".gguf":
         found = download(repo, progress=progress, overrides=overrides)
         name = text.lower() if text.lower() in HUB_NAMES else text
-        return _load_directory(HuggingFaceDirectory(found, name, overrides), dtype, progress, keep_mxfp4)
+        directory = HuggingFaceDirectory(found, name, overrides)
+        return _load_directory(directory, dtype, progress, keep_mxfp4, mesh)
     raise ModelNotFoundError(
         f"unknown model {text!r}: expected one of {', '.join([*SHORT_NAMES, *HUB_NAMES])}, a .gguf file, a Hugging Face "
         "directory (config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -147,7 +154,7 @@ def _check(config: ModelConfig, dtype: DTypeLike) -> None:
 
 
 def _load_directory(
-    directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool, keep_mxfp4: bool
+    directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool, keep_mxfp4: bool, mesh: Mesh | None
 ) -> LoadedModel:
     _check(directory.config, dtype)
     tokenizer = directory.tokenizer()
@@ -159,30 +166,42 @@ def _load_directory(
         size = num_parameters(config) * jnp.dtype(dtype).itemsize / 1e9
         message = "The weights, quantised by %s, become %s as they are read: %.3g GB"
         log.warning(message, directory.quantisation.method, jnp.dtype(dtype).name, size)
-    config, params = _assemble(source, config, dtype, "huggingface", progress, keep_mxfp4)
+    config, params = _assemble(source, config, dtype, "huggingface", progress, keep_mxfp4, mesh)
     return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 
 
 def _assemble(
-    source: TensorSource, config: ModelConfig, dtype: DTypeLike, style: str, progress: bool, keep_mxfp4: bool
+    source: TensorSource,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    style: str,
+    progress: bool,
+    keep_mxfp4: bool,
+    mesh: Mesh | None,
 ) -> tuple[ModelConfig, Params]:
-    packed = config
+    packed, assemble = config, partial(assemble_params, style=style, progress=progress, mesh=mesh)
     if keep_mxfp4 and experts_in_mxfp4(source, config, style):
         packed = kept_packed(config, dtype)
     try:
-        return packed, assemble_params(source, packed, dtype, style=style, progress=progress)
+        return packed, assemble(source, packed, dtype)
     except NotImplementedError as reason:
         log.warning("The experts become %s, of four times their size: %s", jnp.dtype(dtype).name, reason)
-        return config, assemble_params(source, config, dtype, style=style, progress=progress)
+        return config, assemble(source, config, dtype)
 
 
 def _load_gguf(
-    fetch: Callable[[], Path], identity: str, name: str, dtype: DTypeLike, progress: bool, keep_mxfp4: bool
+    fetch: Callable[[], Path],
+    identity: str,
+    name: str,
+    dtype: DTypeLike,
+    progress: bool,
+    keep_mxfp4: bool,
+    mesh: Mesh | None,
 ) -> LoadedModel:
     if keep_mxfp4 and can_stay_packed(dtype):
         identity += "|mxfp4"
     entry = conversion_cache.entry_path(identity, name, dtype)
-    cached = conversion_cache.load(entry, dtype)
+    cached = conversion_cache.load(entry, dtype, mesh)
     if cached is not None:
         return LoadedModel(*cached, name)
     from models.gguf import GGUFFile  # only needed for converting
@@ -192,7 +211,7 @@ def _load_gguf(
     tokenizer = file.tokenizer()
     config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
     _say(f"Converting {file.path.name} (once)", progress)
-    config, params = _assemble(file, config, dtype, "gguf", progress, keep_mxfp4)
+    config, params = _assemble(file, config, dtype, "gguf", progress, keep_mxfp4, mesh)
     conversion_cache.save(entry, config, params, tokenizer)
     return LoadedModel(config, params, tokenizer, name)
 

@@ -20,6 +20,10 @@ from models.params import Params, ParamSpec, map_specs, param_specs
 LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
 
 
+class ShardingError(ValueError):
+    """A mesh does not divide what it should; the message says all of it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
     """Which mesh axis shards a logical axis; an axis that is not listed is replicated. Hashable.
@@ -44,6 +48,9 @@ class AxisRules:
         used = [axis for axis in mesh_axes if axis is not None]
         if len(used) != len(set(used)):
             raise ValueError(f"axes {tuple(axes)} use one mesh axis twice: {tuple(mesh_axes)}")
+        # As JAX writes those of results, which it tells from others.
+        while mesh_axes and mesh_axes[-1] is None:
+            mesh_axes.pop()
         return PartitionSpec(*mesh_axes)
 
     def sharding(self, mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:
@@ -69,7 +76,7 @@ def param_shardings(
 ) -> Params:
     """The tree of NamedSharding for a model's parameters.
 
-    Raises ValueError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
+    Raises ShardingError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
     """
     specs = param_specs(config)
     problems: dict[str, None] = {}  # ordered set: layers repeat
@@ -87,11 +94,34 @@ def param_shardings(
 
     shardings = map_specs(shard, specs)
     if problems:
-        raise ValueError(
+        raise ShardingError(
             f"{config.name} cannot be sharded so: {'; '.join(problems)}. Heads can be padded with `pad_heads`; "
             "leave an axis out of the rules to replicate it"
         )
     return shardings
+
+
+def rules_for(config: ModelConfig, size: int) -> AxisRules:
+    """TENSOR_PARALLEL for `size` devices; a vocabulary that they do not divide is on each of them."""
+    rules = dict(TENSOR_PARALLEL.rules)
+    if config.vocab_size % size:
+        del rules["vocab"]
+    return AxisRules.of(**rules)
+
+
+def share(config: ModelConfig, size: int) -> ModelConfig:
+    """The configuration of one of `size` devices' share, for `forward` within a `jax.shard_map` over the axis "tensor".
+
+    It has its part of the heads and of the MLPs' width; everything else is as in the whole model. The parameters are
+    those of the whole model, placed by `rules_for(config, size)`, which `param_shardings` checks.
+    """
+    return config.replace(
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+        expert_size=config.expert_size // size,
+        tensor_axis=TENSOR_PARALLEL.mesh_axis("heads"),
+    )
 
 
 def shard_params(

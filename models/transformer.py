@@ -52,6 +52,24 @@ def _norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     return rms_norm(x, weight, config.norm_eps, config.norm_offset)
 
 
+def _over_devices(x: Array, config: ModelConfig) -> Array:
+    """What all devices' shares give together, of what this one's gives."""
+    if config.tensor_axis is None:
+        return x
+    with jax.named_scope("all_reduce"):
+        return jax.lax.psum(x, config.tensor_axis)
+
+
+def _embed(table: Array, tokens: Array, config: ModelConfig) -> Array:
+    """Rows of the embedding; a device's share of it may have a part of the vocabulary."""
+    size = table.shape[0]
+    if config.tensor_axis is None or size == config.vocab_size:
+        return table[tokens]
+    at = tokens - jax.lax.axis_index(config.tensor_axis) * size
+    mine = (at >= 0) & (at < size)
+    return _over_devices(jnp.where(mine[:, None], table[jnp.where(mine, at, 0)], 0), config)
+
+
 # The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
 
 
@@ -85,7 +103,7 @@ def _after_attention(
     with jax.named_scope("attn_out"):
         # A product that contracts two axes at once copies the weights on a CPU (20 ms instead of 1.2 ms a token).
         w_out = layer_params["attn_out"].reshape(-1, x.shape[1])
-        h = attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out
+        h = _over_devices(attended.reshape(x.shape[0], -1).astype(x.dtype) @ w_out, config)
         if config.attn_out_bias:
             h = h + layer_params["attn_out_bias"]
         if config.post_norms:
@@ -96,6 +114,7 @@ def _after_attention(
     with jax.named_scope("mlp"):
         routed = "router" in layer_params
         h = expert_mlp(layer_params, h, config, there) if routed else _mlp(layer_params, h, config)
+        h = _over_devices(h, config)
         if config.post_norms:
             h = _norm(h, layer_params["mlp_post_norm"], config)
         return x + h
@@ -128,6 +147,7 @@ def forward(
 
     Args:
       params: weights, float32, bfloat16 or float16, in the structure of `models.params.param_specs`.
+      config: of the whole model; within `jax.shard_map` that of a device's share, and `params` its parts.
       attend: see `Attend`; called for layers 0..L-1 in order. The windows of sliding layers are its business.
       state: any pytree, handed to the first call of `attend` and returned by the last.
       logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.
@@ -138,7 +158,7 @@ def forward(
       (logits f32[R or T, V], state)
     """
     with jax.named_scope("embed"):
-        x = params["embed"][tokens]
+        x = _embed(params["embed"], tokens, config)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
     with jax.named_scope("rope_tables"):
@@ -163,6 +183,9 @@ def forward(
             logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
         else:
             logits = jnp.einsum("te,ev->tv", x, params["lm_head"], preferred_element_type=jnp.float32)
+        if logits.shape[1] != config.vocab_size:
+            assert config.tensor_axis is not None
+            logits = jax.lax.all_gather(logits, config.tensor_axis, axis=1, tiled=True)
         if config.logits_soft_cap is not None:
             logits = soft_cap(logits, config.logits_soft_cap)
     return logits, state

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from rich.progress import track
 
@@ -14,6 +15,7 @@ from models.config import ModelConfig
 from models.mxfp4 import BLOCK, Mxfp4, dequantize_into
 from models.packed_experts import pack_leaf
 from models.params import Params, ParamSpec, param_specs
+from models.sharding import param_shardings, rules_for
 from models.weight_names import is_ignored, leaf_names, text_name
 
 
@@ -185,11 +187,13 @@ def assemble_params(
     *,
     style: str = "huggingface",
     progress: bool = True,
+    mesh: Mesh | None = None,
 ) -> Params:
     """Reads a checkpoint into the parameter tree, one leaf at a time.
 
     Args:
       style: whose tensor names the source has, "huggingface" or "gguf".
+      mesh: over which every leaf is spread as soon as it is read (`models.sharding.rules_for`); None: the first device.
       dtype: dtype of all parameters but experts in MXFP4, if the configuration says that they are (`experts_mxfp4`).
 
     Raises:
@@ -201,6 +205,7 @@ def assemble_params(
     names_here = _names_here(source)
     names = leaf_names(config, style, names_here)
     specs = param_specs(config)
+    places = None if mesh is None else param_shardings(config, mesh, rules_for(config, mesh.size))
     flat: dict[tuple[str, int | None], jax.Array] = {}
     items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
     for (leaf_name, layer), pieces in items:
@@ -211,9 +216,10 @@ def assemble_params(
             continue
         leaf = np.empty(spec.shape, dtype)
         for tensors, part, expert in pieces:
-            place = leaf if expert is None else leaf[expert]
-            parts[part].place(place, *(source.read(names_here[name]) for name in tensors))
-        flat[leaf_name, layer] = jax.device_put(leaf)
+            within = leaf if expert is None else leaf[expert]
+            parts[part].place(within, *(source.read(names_here[name]) for name in tensors))
+        place = places and (places if layer is None else places["layers"][layer])[leaf_name]
+        flat[leaf_name, layer] = jax.device_put(leaf, place)
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
     top = {key: flat[key, None] for key in specs if key != "layers"}
     return {**top, "layers": layers}

@@ -1,5 +1,6 @@
 """What the kernels ask of a paged cache, of queries over it, and of the device."""
 
+import math
 from typing import Any
 
 import jax
@@ -82,11 +83,16 @@ def check_candidates(
 
 
 def check_one_device(array: jax.Array) -> None:
-    """Raises NotImplementedError for an array on a mesh of several devices."""
+    """Raises NotImplementedError for an array on a mesh of several devices, unless it is one device's part of it."""
     mesh = jax.typeof(array).sharding.mesh
-    if mesh.size > 1:
+    size = math.prod(
+        size
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind != jax.sharding.AxisType.Manual
+    )
+    if size > 1:
         raise NotImplementedError(
-            f"a cache on a mesh of {mesh.size} devices: the kernels know one device's pages"
+            f"a cache on a mesh of {size} devices: the kernels know one device's pages (see `jax.shard_map`)"
         )
 
 

@@ -16,9 +16,10 @@ from rich.logging import RichHandler
 
 from models.conversion_cache import cache_dir
 from serve.api import create_app
-from serve.args import ConfigError, ServeConfig, parse_args
+from serve.args import ConfigError, ServeConfig
 from serve.build import build
 from serve.engine import Engine
+from serve.flags import parse_args
 from serve.server import Server, bind, make_server, url_of
 
 OUT_OF_MEMORY = (

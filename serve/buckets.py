@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 CHUNKS = (32, 128, 512, 2048, 8192)
 # Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
 MOST_SCORED = 512
@@ -49,3 +51,11 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
         batches=tuple(sorted(batches)),
         prompt_logprobs=max(c for c in mixed if c <= max(MOST_SCORED, least)),
     )
+
+
+def pad(tokens: np.ndarray | None, size: int) -> np.ndarray:
+    """`tokens` i32[n] and zeros up to `size`."""
+    assert tokens is not None
+    out = np.zeros(size, np.int32)
+    out[: len(tokens)] = tokens
+    return out

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
+from models.sharding import tensor_mesh
 from pallas_kernels import byte_pages
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import make_buckets
@@ -30,6 +31,7 @@ from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
+from tangram_jax.sharding import TensorParallel
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
@@ -75,12 +77,18 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     cache_dtype(config, dtype)  # what is wrong with it is said before minutes of loading
+    devices = config.tensor_parallel_size
+    if devices > jax.device_count():
+        raise ConfigError(
+            f"--tensor-parallel-size {devices} is more devices than are here: write at most {jax.device_count()}"
+        )
     model = load_model(
         config.model,
         dtype=jnp.dtype(dtype),
         progress=progress,
         overrides=config.hf_overrides,
         keep_mxfp4=True,
+        mesh=tensor_mesh(devices) if devices > 1 else None,
     )
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
@@ -115,7 +123,8 @@ def build_engine(
     max_model_len = config.max_model_len or longest
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)
-    heads_per_page = config.heads_per_page or default_heads_per_page(shape.num_kv_heads)
+    devices = config.tensor_parallel_size
+    heads_per_page = config.heads_per_page or default_heads_per_page(shape.num_kv_heads, devices)
     heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
     if heads_per_page > heads:
         raise ConfigError(
@@ -136,10 +145,14 @@ def build_engine(
         scaled=profile,
         max_retention=config.max_retention or config.retention or profile.retention,
     )
+    try:
+        parallel = TensorParallel.of(shape, plan, devices) if devices > 1 else None
+    except ValueError as error:
+        raise ConfigError(f"--tensor-parallel-size {devices}: {error}") from error
     recipe = Recipe.of(profile, max_model_len) if config.drift_interval else None
     stored = config.max_stored_sessions if config.prefix_cache else 0
     stores = cache_dtype(config, dtype)
-    page_bytes = plan.page_bytes(shape.head_dim, stores)
+    page_bytes = plan.page_bytes(shape.head_dim, stores) // devices  # these and all others: of one device
     largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
     if config.num_pages:
         num_pages = config.num_pages
@@ -147,16 +160,19 @@ def build_engine(
         num_pages = config.kv_cache_bytes // page_bytes
     else:
         chunk = _chunk_bytes(
-            shape, min(batching.max_num_batched_tokens, max_model_len), jnp.dtype(dtype).itemsize
+            parallel.share if parallel else shape,
+            min(batching.max_num_batched_tokens, max_model_len),
+            jnp.dtype(dtype).itemsize,
         )
         if recipe:  # a prompt may be measured while a chunk runs
             chunk += measuring_bytes(shape, recipe.tokens, jnp.dtype(dtype).itemsize)
         if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
-            chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page
+            chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page // devices
         widest = row_layout(plan, max_model_len, tail).width  # of rows that ask for the most
         chunk += under_way_bytes(page_bytes, widest, config.host_bytes)
-        free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else _free_on_cpu()
+        on_cpu = _free_on_cpu() // devices
+        free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else on_cpu
         # Never more than all rows can fill.
         num_pages = max(1, min(free // page_bytes, widest * (batching.max_num_seqs + stored)))
     if num_pages < largest:
@@ -185,8 +201,9 @@ def build_engine(
         max_model_len=max_model_len,
         max_tail=tail,
         cache_dtype=stores,
-        programs=programs,
+        programs=None if parallel else programs,
         host_bytes=config.host_bytes,
+        parallel=parallel,
     )
     limits = Limits(
         max_running=batching.max_num_seqs,
@@ -212,11 +229,12 @@ def build_engine(
     windows = (
         f" ({plan.rings.layers} of them with a window of {plan.rings.window} tokens)" if plan.rings else ""
     )
+    each = f" on each of {devices} devices" if parallel else ""
     in_bytes = " of 8-bit keys and values" if byte_pages.is_bytes(stores) else ""
     summary = (
         f"{model.name}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
         f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
-        f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}; "
+        f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}{each}; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )
     if config.host_bytes:
@@ -236,7 +254,7 @@ def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 def _free_on_gpu(utilization: float, params: Any, chunk: int) -> int:
     """Bytes for the pool."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    weights = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.itemsize for x in jax.tree.leaves(params))
     return int(utilization * stats.get("bytes_limit", 0)) - weights - chunk - GPU_RESERVE
 
 

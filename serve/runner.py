@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from serve.buckets import Buckets
+from serve.buckets import Buckets, pad
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.program_store import ProgramStore
@@ -32,6 +32,7 @@ from tangram_jax.plan import CachePlan
 from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
 from tangram_jax.sampling_filters import mask_words
 from tangram_jax.scorers import Scorer
+from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import Chunk, Decode, step
 
 VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
@@ -67,19 +68,23 @@ class Runner(RowCopies):
         cache_dtype: Any = jnp.float32,
         programs: Path | None = None,
         host_bytes: int = 0,
+        parallel: TensorParallel | None = None,
     ) -> None:
         """`programs`: directory in which traced programs are kept for the next start; None: nowhere.
 
-        `host_bytes`: of host memory that copies of rows may take; 0: there are none.
+        `host_bytes`: of host memory that copies of rows may take; 0: there are none. `parallel`: over several devices, with
+        neither of the two; parameters that lie on them already are used up.
         """
+        if parallel and (programs or host_bytes):
+            raise ValueError("programs and rows of several devices are not kept on the host")
         self._device = jax.local_devices()[0]
-        self.params = jax.device_put(params, self._device)
+        self._parallel = parallel
+        self._everywhere = parallel.everywhere if parallel else self._device
+        self.params = parallel.place(params) if parallel else jax.device_put(params, self._device)
         self.config, self.plan, self.buckets = config, plan, buckets
         self._scorer = scorer
         self._new_cache = partial(
-            init_cache,
-            plan,
-            config,
+            parallel.init_cache if parallel else partial(init_cache, plan, config),
             num_pages=num_pages,
             max_requests=num_rows,
             max_tokens=max_model_len,
@@ -133,8 +138,11 @@ class Runner(RowCopies):
         if self.transfers:
             self.transfers.reset()
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
-        fresh = self._new_cache(), sampling.init_sampler(self.num_rows, self.config.vocab_size)
-        self.cache, self.sampler = jax.block_until_ready(jax.device_put(fresh, self._device))
+        cache = self._new_cache() if self._parallel else jax.device_put(self._new_cache(), self._device)
+        sampler = jax.device_put(
+            sampling.init_sampler(self.num_rows, self.config.vocab_size), self._everywhere
+        )
+        self.cache, self.sampler = jax.block_until_ready((cache, sampler))
 
     # Programs
 
@@ -153,8 +161,9 @@ class Runner(RowCopies):
         decode = None
         if rows is not None:
             decode = Decode(rows, sampler_ints.at[rows, last].get(mode="fill", fill_value=0))
-        logits, cache = step(
-            params, self.config, self.plan, self._scorer, cache, chunk, decode, all_logits=all_logits
+        run = self._parallel.step if self._parallel else partial(step, config=self.config, plan=self.plan)
+        logits, cache = run(
+            params, scorer=self._scorer, cache=cache, chunk=chunk, decode=decode, all_logits=all_logits
         )
         if not all_logits:
             return logits, cache, None
@@ -178,9 +187,9 @@ class Runner(RowCopies):
             all_logits = work.chunk.next_tokens is not None
             mixed = None if all_logits else self.buckets.mixed(count)
             size = self.buckets.prompt_logprobs if all_logits else mixed or self.buckets.largest_chunk
-            chunk = Chunk(np.int32(sequence.state.row), _pad(work.chunk.tokens, size), np.int32(count))
+            chunk = Chunk(np.int32(sequence.state.row), pad(work.chunk.tokens, size), np.int32(count))
             if all_logits:
-                following = _pad(work.chunk.next_tokens, size)
+                following = pad(work.chunk.next_tokens, size)
             sequences.append(sequence if work.chunk.last else None)
             sample_rows.append(sequence.state.row if work.chunk.last else self.num_rows)
         if work.decode or mixed:
@@ -297,9 +306,7 @@ class Runner(RowCopies):
     def _mark(self, mark: Any, row: np.int32, tokens: list[int]) -> None:
         size = self.buckets.largest_chunk
         for part in itertools.batched(tokens, size):
-            self.sampler = mark(
-                self.sampler, row, _pad(np.asarray(part, np.int32), size), np.int32(len(part))
-            )
+            self.sampler = mark(self.sampler, row, pad(np.asarray(part, np.int32), size), np.int32(len(part)))
 
     # Warm-up
 
@@ -372,7 +379,7 @@ class Runner(RowCopies):
 
     def _sample_arguments(self, count: int, masked: bool = False) -> tuple[Any, ...]:
         vocab = self.config.vocab_size
-        logits = jax.device_put(np.zeros((count, vocab), np.float32), self._device)
+        logits = jax.device_put(np.zeros((count, vocab), np.float32), self._everywhere)
         masks = (np.zeros((count, mask_words(vocab)), np.uint32),) if masked else ()
         return logits, self.sampler, np.full(count, self.num_rows, np.int32), *masks
 
@@ -386,10 +393,3 @@ def _like_sample(logits: Any, state: SamplerState, *rest: Any, variant: Variant)
     """The tree structure of what `sampling.sample` returns."""
     scored = None if variant.num_logprobs is None else 0
     return 0, scored, scored, scored, state
-
-
-def _pad(tokens: np.ndarray | None, size: int) -> np.ndarray:
-    assert tokens is not None
-    out = np.zeros(size, np.int32)
-    out[: len(tokens)] = tokens
-    return out

@@ -254,9 +254,9 @@ def _parts_per_million(budgets: np.ndarray) -> np.ndarray:
     return np.rint(budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32)
 
 
-def default_heads_per_page(num_kv_heads: int) -> int:
-    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns."""
-    return next(h for h in (4, 2, 1) if num_kv_heads % h == 0)
+def default_heads_per_page(num_kv_heads: int, devices: int = 1) -> int:
+    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns, which devices share evenly."""
+    return next((h for h in (4, 2, 1) if num_kv_heads % h == 0 and h % devices == 0), devices)
 
 
 def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:

@@ -1,10 +1,5 @@
 """Logical axes, and heads padded with zeros so that a mesh divides them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +22,7 @@ from models.sharding import (
 )
 from models.testing import random_params, tiny_config
 from models.transformer import forward
+from tests.simulated import on_simulated_devices
 
 TOKENS = jnp.asarray([9, 50, 200, 7, 7, 130, 61, 8, 255, 31], jnp.int32)
 
@@ -47,7 +43,7 @@ def test_every_axis_has_a_known_name():
 
 def test_rules_give_partition_specs():
     rules = AxisRules.of(heads="x", mlp="y")
-    assert rules.spec(("heads", "head_dim", "embed")) == PartitionSpec("x", None, None)
+    assert rules.spec(("heads", "head_dim", "embed")) == PartitionSpec("x")
     assert rules.spec((None, "mlp")) == PartitionSpec(None, "y")
     assert hash(rules) == hash(AxisRules.of(mlp="y", heads="x"))
     with pytest.raises(ValueError, match="one mesh axis twice"):
@@ -65,7 +61,7 @@ def test_one_error_for_all_axes_that_do_not_divide():
     with pytest.raises(ValueError, match="expected Auto"):
         param_shardings(tiny_config(), explicit, TENSOR_PARALLEL)
     shardings = param_shardings(config, mesh, REPLICATED)
-    assert all(s.spec == PartitionSpec(*[None] * len(s.spec)) for s in jax.tree.leaves(shardings))
+    assert all(s.spec == PartitionSpec() for s in jax.tree.leaves(shardings))
 
 
 def test_bytes_per_device():
@@ -124,11 +120,4 @@ def check_sharded_logits() -> None:
 
 
 def test_sharded_logits_on_simulated_devices():
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(Path(__file__).parent)])
-    code = "import test_param_sharding as t; t.check_sharded_logits(); print('sharded logits agree')"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.stdout.strip() == "sharded logits agree", result.stderr[-4000:]
+    on_simulated_devices(__file__, "check_sharded_logits", 8)

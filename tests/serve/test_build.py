@@ -8,9 +8,10 @@ import pytest
 
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
-from serve.args import ConfigError, ServeConfig, make_parser
+from serve.args import ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.build import build, build_engine, sampling_defaults
+from serve.flags import make_parser
 from tangram_jax.profile import BudgetProfile
 
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig, make_parser, parse_args
+from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
+from serve.flags import make_parser, parse_args
 from serve.sizes import parse_bytes
 
 

@@ -1,0 +1,77 @@
+"""The engine over two simulated devices: the same answers, the same pages."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.registry import LoadedModel
+from models.testing import random_params, tiny_config, tiny_tokenizer
+from serve.args import ConfigError, ServeConfig
+from serve.build import build, build_engine
+from tangram_jax.profile import BudgetProfile
+from tests.serve.tiny_engine import TinyEngine
+from tests.simulated import on_simulated_devices
+
+CONFIG = tiny_config(num_layers=1)
+SETTINGS = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 256,
+    "num_pages": 900,
+    "min_entries": 0,
+}
+
+
+def served(tmp_path: str, **settings) -> ServeConfig:
+    return ServeConfig(**SETTINGS | {"profile": tmp_path} | settings)
+
+
+def answers(config: ServeConfig) -> tuple[list[list[int]], str]:
+    """Of requests one after another, of several at once whose cache is whole, and the next turn of the first."""
+    model = LoadedModel(CONFIG, random_params(CONFIG, 0), tiny_tokenizer(), "tiny")
+    built = build_engine(config, model, dtype=jnp.float32)
+    engine = TinyEngine(built.engine, built.engine._runner)
+    built.engine.start()
+    prompts = [np.random.default_rng(n).integers(8, CONFIG.vocab_size, n).tolist() for n in (150, 40, 9)]
+    try:
+        out = [engine.answer(prompt).tokens for prompt in prompts]
+        turn = engine.answer([*prompts[0], *out[0], 20, 30], max_tokens=12)
+        assert turn.cached > 100
+        at_once = [engine.ask(p, n=2, retention=1.0, temperature=0.7, seed=3) for p in prompts]
+        out += [turn.tokens, *(a.tokens for asked in at_once for a in asked.wait())]
+        engine.settle()
+        assert engine.answer(prompts[2], logprobs=2, prompt_logprobs=2).tokens == out[2]
+    finally:
+        built.engine.stop()
+    return out, built.summary
+
+
+def check_engine() -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "profile.npz")
+        ratios = np.random.default_rng(0).uniform(0.2, 0.9, (1, 1, 4)).astype(np.float32)
+        BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0).save(path)
+        alone, said = answers(served(path, max_retention=1.0, heads_per_page=4))
+        together, said_of_two = answers(served(path, max_retention=1.0, tensor_parallel_size=2))
+    assert together == alone
+    assert "on each of 2 devices" in said_of_two and "devices" not in said
+
+
+def test_two_devices_answer_as_one():
+    on_simulated_devices(__file__, "check_engine", 2)
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(
+        ConfigError, match="--tensor-parallel-size 9 is more devices than are here: write at most"
+    ):
+        build(ServeConfig(tensor_parallel_size=9), progress=False)
+
+
+def test_heads_that_cannot_be_dealt():
+    model = LoadedModel(CONFIG, {}, tiny_tokenizer(), "tiny")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .*3 devices"):
+        build_engine(ServeConfig(tensor_parallel_size=3, heads_per_page=2), model, dtype=jnp.float32)
