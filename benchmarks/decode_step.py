@@ -3,6 +3,7 @@
   python -m benchmarks.decode_step                 four cases at retention 1.0 and 0.25 on one Hopper GPU
   python -m benchmarks.decode_step --layers 4      a quick look
   python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
+  python -m benchmarks.decode_step --devices 2     over two GPUs, against the time of reading at twice the roof
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
@@ -27,9 +28,12 @@ from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.params import ParamSpec, map_specs, param_specs
+from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages
 from pallas_kernels.expert_products import mxfp4
+from tangram_jax.sharding import TensorParallel
 
+NO_SCORER: Any = None  # decode tokens need none
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
@@ -40,8 +44,8 @@ def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     return config.replace(num_layers=count, sliding_layers=sliding)
 
 
-def random_weights(config: ModelConfig) -> Any:
-    """bfloat16 weights, and experts in MXFP4, made on the device."""
+def random_weights(config: ModelConfig, devices: int = 1) -> Any:
+    """bfloat16 weights, and experts in MXFP4, made on the device, or spread over several."""
     keys = iter(jax.random.split(jax.random.key(0), 24 * config.num_layers + 16))
 
     @partial(jax.jit, static_argnums=1)  # compiled once for each shape
@@ -57,7 +61,11 @@ def random_weights(config: ModelConfig) -> Any:
     def draw(spec: ParamSpec) -> jax.Array:
         return (packed if spec.packed else normal)(next(keys), spec.shape)
 
-    return map_specs(draw, param_specs(config))
+    specs = param_specs(config)
+    if devices == 1:
+        return map_specs(draw, specs)
+    places = param_shardings(config, tensor_mesh(devices), rules_for(config, devices))
+    return map_specs(lambda spec, place: jax.device_put(draw(spec), place), specs, places)
 
 
 def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:
@@ -85,15 +93,10 @@ def measure(
     needed = batch * plan.pages(tokens, 64)
     page_bytes = plan.page_bytes(config.head_dim, dtype)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
-    cache = tj.init_cache(
-        plan,
-        config,
-        num_pages=num_pages,
-        max_requests=batch,
-        max_tokens=tokens + 64,
-        max_tail=64,
-        dtype=dtype,
-    )
+    sizes: dict[str, Any] = {"max_tokens": tokens + 64, "max_tail": 64, "dtype": dtype}
+    sizes |= {"num_pages": num_pages, "max_requests": batch}
+    parallel = TensorParallel.of(config, plan, args.devices) if args.devices > 1 else None
+    cache = parallel.init_cache(**sizes) if parallel else tj.init_cache(plan, config, **sizes)
     for row in range(batch):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
     cache = replace(cache, tokens=jnp.full(batch, tokens, jnp.int32))
@@ -101,10 +104,13 @@ def measure(
 
     @partial(jax.jit, donate_argnums=1)
     def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
-        logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.asarray(rows), tokens=first)
+        if parallel:  # `place` is left out: the order of random heads does not matter
+            logits, cache = parallel.step(params, NO_SCORER, cache, None, tj.Decode(jnp.asarray(rows), first))
+        else:
+            logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.asarray(rows), tokens=first)
         return jnp.argmax(logits, -1).astype(jnp.int32), cache
 
-    chosen = jnp.asarray(rows + 10)
+    chosen = jax.device_put(rows + 10, parallel.everywhere if parallel else None)
     began = time.perf_counter()
     program = steps.lower(params, cache, chosen).compile()
     compiled = time.perf_counter() - began
@@ -128,7 +134,7 @@ def measure(
     if sliding:
         entries += sliding.count * config.num_kv_heads * min(tokens, sliding.window - 1)
     kv = batch * entries * 2 * (config.head_dim * jnp.dtype(dtype).itemsize + byte_pages.is_bytes(dtype))
-    floor = (weights + kv) / roof
+    floor = (weights + kv) / roof / args.devices
     took = float(np.median(times))
     return {
         "batch": batch,
@@ -185,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--empty-slots", type=int, default=0, help="decode slots without a request, beside the others"
     )
+    parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
@@ -196,7 +203,7 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",
         flush=True,
     )
-    params = random_weights(config)
+    params = random_weights(config, args.devices)
     rows: list[dict[str, Any]] = []
     for index in args.cases:
         batch, tokens = CASES[index]
