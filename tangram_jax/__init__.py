@@ -5,6 +5,7 @@ from tangram_jax.plan import CachePlan, split_map
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
+from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import Chunk, Decode, decode_step, prefill_chunk, step
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Chunk",
     "Decode",
     "SlidingLayers",
+    "TensorParallel",
     "decode_step",
     "fork",
     "get_scorer",
