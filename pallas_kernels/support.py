@@ -1,12 +1,16 @@
 """What the kernels ask of a paged cache, of queries over it, and of the device."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
 from pallas_kernels import byte_pages
 
+# Generations of GPUs by compute capability. Kernels that are tuned have a record for each that they run on, under the same
+# key; the others run on all of these.
+GENERATIONS = {"9.0": "Hopper"}
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_GROUP = 16
@@ -19,10 +23,11 @@ def check_attention(
     pool_dtype: jax.typing.DTypeLike,
     *,
     device: jax.Device | None = None,
+    generations: Iterable[str] = GENERATIONS,
 ) -> None:
     """Raises NotImplementedError, naming the feature, for attention that has no kernel.
 
-    q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D].
+    q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D]. `generations`: see `check_device`.
     """
     group, head_dim = q_shape[2], q_shape[3]
     page_size = byte_pages.page_size(jax.ShapeDtypeStruct(pool_shape, pool_dtype))
@@ -33,7 +38,7 @@ def check_attention(
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
     _check_dtypes("queries", q_dtype, pool_dtype)
-    check_device(device)
+    check_device(device, generations)
 
 
 def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None) -> None:
@@ -96,11 +101,26 @@ def check_one_device(array: jax.Array) -> None:
         )
 
 
-def check_device(device: jax.Device | None = None) -> None:
-    """Raises NotImplementedError where the device (by default the first) is no Hopper GPU."""
+def check_device(device: jax.Device | None = None, generations: Iterable[str] = GENERATIONS) -> None:
+    """Raises NotImplementedError where the device (by default the first) is no GPU of these generations.
+
+    `generations`: compute capabilities, the keys of a kernel's records of tuning.
+    """
     device = jax.devices()[0] if device is None else device
+    names = {capability: GENERATIONS[capability] for capability in generations}
     if device.platform != "gpu":
-        raise NotImplementedError(f"platform {device.platform}: the kernels run on NVIDIA Hopper GPUs")
+        known = " and ".join(names.values())
+        raise NotImplementedError(f"platform {device.platform}: the kernels run on NVIDIA {known} GPUs")
     capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        raise NotImplementedError(f"compute capability {capability}: the kernels run on 9.0 (Hopper)")
+    if capability not in names:
+        known = " and ".join(f"{number} ({name})" for number, name in names.items())
+        raise NotImplementedError(f"compute capability {capability}: the kernels run on {known}")
+
+
+def record_for[T](records: Mapping[str, T], device: jax.Device | None = None) -> T:
+    """A kernel's record of tuning for the generation of the device (by default the first).
+
+    Where there is none the first one, as Hopper's `num_sms`: kernels are lowered and interpreted on other machines too.
+    """
+    device = jax.devices()[0] if device is None else device
+    return records.get(str(getattr(device, "compute_capability", None)), next(iter(records.values())))

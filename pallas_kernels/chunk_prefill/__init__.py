@@ -7,17 +7,19 @@ from pallas_kernels import byte_pages
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
-from pallas_kernels.chunk_prefill.tuning import DEFAULT, Tuning
+from pallas_kernels.chunk_prefill.tuning import DEFAULT, TUNING, Tuning, tuning_for
 from pallas_kernels.support import check_attention
 
 __all__ = [
     "DEFAULT",
+    "TUNING",
     "ChunkPlan",
     "Tuning",
     "check_supported",
     "chunk_prefill",
     "chunk_prefill_reference",
     "plan_chunk",
+    "tuning_for",
 ]
 
 
@@ -30,7 +32,7 @@ def chunk_prefill(
     *,
     scale: float,
     soft_cap: float | None = None,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of a chunk's queries over each KV head's history, all of it visible, and over the chunk, causally.
 
@@ -46,7 +48,7 @@ def chunk_prefill(
         their history is, the window.
       scale: positive factor of the products q . k.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap).
-      tuning: the chip's record.
+      tuning: by default the device's record.
 
     Returns:
       out [T, K, G, D] in q's dtype, and lse f32[T, K, G], the natural log-sum-exp of all logits. Rows of no request are not
@@ -58,7 +60,9 @@ def chunk_prefill(
     check_supported(q.shape, q.dtype, pool.shape, pool.dtype)
     from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 
-    return chunk_prefill_mosaic_gpu(q, k, v, pool, plan, scale=scale, soft_cap=soft_cap, tuning=tuning)
+    return chunk_prefill_mosaic_gpu(
+        q, k, v, pool, plan, scale=scale, soft_cap=soft_cap, tuning=tuning or tuning_for()
+    )
 
 
 def check_supported(
@@ -72,7 +76,7 @@ def check_supported(
     """Raises NotImplementedError, naming the feature, where `chunk_prefill` has no kernel: q_shape (T, K, G, D)."""
     if byte_pages.is_bytes(pool_dtype):
         raise NotImplementedError("a pool of bytes: unpack its pages first (pallas_kernels.unpack)")
-    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device)
+    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING)
 
 
 def plan_chunk(
@@ -90,10 +94,11 @@ def plan_chunk(
     window: int | None = None,
     behind: jax.Array | np.ndarray | None = None,
     key_starts: jax.Array | np.ndarray | None = None,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> ChunkPlan:
     """See `plan.plan_chunk`; the sizes of tiles and steps follow from q_shape (T, K, G, D) and the tuning."""
     tokens, _, group, head_dim = q_shape
+    tuning = tuning or tuning_for()
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, positions=tuning.positions(group), block=tuning.block(head_dim),

@@ -1,8 +1,10 @@
-"""Tuning of the chunk prefill kernel, one frozen record per architecture."""
+"""Tuning of the chunk prefill kernel, one frozen record for each generation of GPUs, by compute capability."""
 
 import dataclasses
 
-from pallas_kernels.support import num_sms
+import jax
+
+from pallas_kernels.support import num_sms, record_for
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 
@@ -49,6 +51,11 @@ class Tuning:
 
 
 TUNING = {
-    "sm_90": Tuning(),  # H100, H200
+    "9.0": Tuning(),  # H100, H200
 }
-DEFAULT = TUNING["sm_90"]
+DEFAULT = TUNING["9.0"]
+
+
+def tuning_for(device: jax.Device | None = None) -> Tuning:
+    """The record of the device's generation, by default the first device's: see `support.record_for`."""
+    return record_for(TUNING, device)

@@ -10,6 +10,8 @@ from pallas_kernels.expert_products.reference import expert_products_reference
 from pallas_kernels.expert_products.tuning import (
     BOX,
     DEPTH,
+    PACKED_TUNING,
+    TUNING,
     PackedTuning,
     Tuning,
     packed_tuning_for,
@@ -39,7 +41,7 @@ def check_supported(
     if weights_dtype == "int32":
         if dtype != "bfloat16":
             raise NotImplementedError(f"rows of {dtype} for experts in MXFP4: the kernel takes bfloat16")
-        support.check_device(device)
+        support.check_device(device, PACKED_TUNING)
         return
     _, depth, _, columns = weights_shape
     if dtype not in ("bfloat16", "float16"):
@@ -52,7 +54,7 @@ def check_supported(
         raise NotImplementedError(
             f"experts of {depth} x {columns}: the kernel takes multiples of {DEPTH} and {BOX}"
         )
-    support.check_device(device)
+    support.check_device(device, TUNING)
 
 
 def expert_products(

@@ -1,9 +1,11 @@
-"""Tuning of the expert products, one frozen record per architecture."""
+"""Tuning of the expert products, frozen records for each generation of GPUs, by compute capability."""
 
 import dataclasses
 
+import jax
+
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.support import num_sms
+from pallas_kernels.support import num_sms, record_for
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 DEPTH = 64  # of one step: a row of 128 bytes
@@ -35,11 +37,15 @@ class Tuning:
 # Few rows an expert: the memory's pace counts, and that all multiprocessors have a part of the weights.
 FEW = Tuning(warpgroups=1, columns=128, stages=8)
 MANY = Tuning(warpgroups=2, columns=128, stages=5)
+TUNING = {
+    "9.0": (FEW, MANY),  # H100, H200
+}
 
 
-def tuning_for(rows: int, num_experts: int) -> Tuning:
-    """For `rows` rows dealt to `num_experts` experts."""
-    return FEW if rows <= 32 * num_experts else MANY
+def tuning_for(rows: int, num_experts: int, device: jax.Device | None = None) -> Tuning:
+    """For `rows` rows dealt to `num_experts` experts, on the device, by default the first."""
+    few, many = record_for(TUNING, device)
+    return few if rows <= 32 * num_experts else many
 
 
 SHARED = 192 * 1024  # bytes of an SM's shared memory for what is under way
@@ -82,10 +88,14 @@ PACKED_ONE = PackedTuning(rows=8, per_sm=4, split=2, deep=3)
 PACKED_FEW = PackedTuning(rows=16, per_sm=2, deep=5)
 PACKED_SOME = PackedTuning(rows=32, per_sm=3, warpgroups=3, deep=3)
 PACKED_MANY = PackedTuning(rows=64, per_sm=3, warpgroups=3, deep=3)
+PACKED_TUNING = {
+    "9.0": (PACKED_ONE, PACKED_FEW, PACKED_SOME, PACKED_MANY),
+}
 
 
-def packed_tuning_for(rows: int, num_experts: int) -> PackedTuning:
-    """For `rows` rows dealt to `num_experts` experts."""
+def packed_tuning_for(rows: int, num_experts: int, device: jax.Device | None = None) -> PackedTuning:
+    """For `rows` rows dealt to `num_experts` experts, on the device, by default the first."""
+    one, few, some, many = record_for(PACKED_TUNING, device)
     if rows <= 8 * num_experts:
-        return PACKED_ONE if rows <= 8 else PACKED_FEW
-    return PACKED_SOME if rows <= 20 * num_experts else PACKED_MANY
+        return one if rows <= 8 else few
+    return some if rows <= 20 * num_experts else many

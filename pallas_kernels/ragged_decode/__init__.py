@@ -4,17 +4,19 @@ import jax
 
 from pallas_kernels.ragged_decode.plan import DecodePlan, plan_decode
 from pallas_kernels.ragged_decode.reference import ragged_decode_reference
-from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
-from pallas_kernels.support import check_attention as check_supported
+from pallas_kernels.ragged_decode.tuning import DEFAULT, TUNING, Tuning, tuning_for
+from pallas_kernels.support import check_attention
 
 __all__ = [
     "DEFAULT",
+    "TUNING",
     "DecodePlan",
     "Tuning",
     "check_supported",
     "plan_decode",
     "ragged_decode",
     "ragged_decode_reference",
+    "tuning_for",
 ]
 
 
@@ -28,7 +30,7 @@ def ragged_decode(
     sinks: jax.Array | None = None,
     has_new: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one token per request over its cache entries, for all KV heads of one layer.
 
@@ -46,7 +48,7 @@ def ragged_decode(
       has_new: the last two rows of each KV head in `q` are the key and value of the current token, one more entry of every
         head: so that the tokens of all layers can be appended to the cache at once, after the forward.
       out_dtype: of the output; q's by default.
-      tuning: the chip's record.
+      tuning: by default the device's record.
 
     Returns:
       out [B, K, G, D], and lse f32[B, K, G], the natural log-sum-exp of all logits, sinks and current token included. Of a
@@ -61,5 +63,17 @@ def ragged_decode(
 
     return ragged_decode_mosaic_gpu(
         q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        has_new=has_new, out_dtype=out_dtype, tuning=tuning,
+        has_new=has_new, out_dtype=out_dtype, tuning=tuning or tuning_for(),
     )  # fmt: skip
+
+
+def check_supported(
+    q_shape: tuple[int, ...],
+    q_dtype: jax.typing.DTypeLike,
+    pool_shape: tuple[int, ...],
+    pool_dtype: jax.typing.DTypeLike,
+    *,
+    device: jax.Device | None = None,
+) -> None:
+    """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel: q_shape (B, K, G, D)."""
+    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING)

@@ -1,6 +1,10 @@
-"""Tuning of the ragged decode kernel, one frozen record per architecture."""
+"""Tuning of the ragged decode kernel, one frozen record for each generation of GPUs, by compute capability."""
 
 import dataclasses
+
+import jax
+
+from pallas_kernels.support import record_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,11 @@ class Tuning:
 
 
 TUNING = {
-    "sm_90": Tuning(),  # H100, H200
+    "9.0": Tuning(),  # H100, H200
 }
-DEFAULT = TUNING["sm_90"]
+DEFAULT = TUNING["9.0"]
+
+
+def tuning_for(device: jax.Device | None = None) -> Tuning:
+    """The record of the device's generation, by default the first device's: see `support.record_for`."""
+    return record_for(TUNING, device)
