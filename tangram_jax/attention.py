@@ -85,12 +85,17 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pages: StepPages,
+        logits: AttentionLogits,
+        splits: np.ndarray | int | None = None,
     ) -> None:
-        """q_shape (B, K, G, D)."""
+        """q_shape (B, K, G, D). `splits`: parts that the kernel makes of each head, of `CachePlan.splits`."""
         self._kernel = None
         try:
-            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages, logits)
+            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages, logits, splits)
             return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu":

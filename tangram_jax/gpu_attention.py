@@ -247,9 +247,14 @@ class DecodeKernel:
     """The ragged decode kernel under one plan of the step's work for all layers. Raises NotImplementedError early."""
 
     def __init__(
-        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pages: StepPages,
+        logits: AttentionLogits,
+        splits: np.ndarray | int | None = None,
     ) -> None:
-        """q_shape (B, K, G, D)."""
+        """q_shape (B, K, G, D). `splits`: i32[L, K] or one number, parts of each head; None: equal shares of all entries."""
         pool, lengths = pages.pool, pages.lengths
         check_one_device(pool)
         ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
@@ -263,6 +268,7 @@ class DecodeKernel:
             num_layers=lengths.shape[1],
             rows=jnp.minimum(pages.rows, pages.table.shape[0] - 1),
             skip=pages.skip,
+            splits=None if splits is None else np.reshape(splits, -1),
         )
 
     def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

@@ -17,6 +17,8 @@ from tangram_jax.rings import Rings, SlidingLayers
 
 Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS: tuple[Cluster, ...] = ("layer", "model", "adjacent")
+Division = Literal["equal", "split_map", "uniform"]
+DIVISIONS: tuple[Division, ...] = ("equal", "split_map", "uniform")
 PPM = 1_000_000
 MAX_TOKENS = 1_000_000  # kept_entries() stays inside int32 up to here
 
@@ -59,6 +61,7 @@ class CachePlan:
     max_retention: float  # the largest retention that a row may have of its own; 0: none
     most_ppm: np.ndarray  # int32[M], the largest budgets that a row may have
     rings: Rings | None = None  # their groups follow the M compressed ones in a row of the cache's table
+    division: Division = "equal"  # of a decode step's work among the CTAs of a GPU: see `splits`
 
     @classmethod
     def build(
@@ -74,6 +77,7 @@ class CachePlan:
         sliding: SlidingLayers | None = None,
         scaled: BudgetProfile | None = None,
         max_retention: float = 0.0,
+        division: Division = "equal",
     ) -> "CachePlan":
         """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
 
@@ -83,11 +87,13 @@ class CachePlan:
         as small as the window at the end of a chunk loses the first positions for good. `sliding`: the model's
         sliding-window layers (`SlidingLayers.of(config)`), for which the profile has no rows. `max_retention` > 0: rows
         may have budgets of their own up to there (`budgets_at`), made from `scaled`, by default the profile itself; heads
-        with equal budgets are put together by that. Raises ValueError on values out of range.
+        with equal budgets are put together by that. `division`: of the decode kernel's work, into "equal" shares of all
+        entries or parts of each head, by the paper's "split_map" or "uniform". Raises ValueError on values out of range.
         """
         min_entries = sinks + window if min_entries is None else min_entries
-        if cluster not in CLUSTERS:
-            raise ValueError(f"cluster must be one of {', '.join(CLUSTERS)}; got {cluster!r}")
+        for name, choice, known in (("cluster", cluster, CLUSTERS), ("division", division, DIVISIONS)):
+            if choice not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
         for name, value, least in (
             ("heads_per_page", heads_per_page, 1),
             ("page_size", page_size, 1),
@@ -140,6 +146,7 @@ class CachePlan:
             max_retention=float(max_retention),
             most_ppm=group_ppm,
             rings=Rings.build(sliding, heads, heads_per_page, page_size, int(window)) if sliding else None,
+            division=division,
         )
         if not max_retention:
             return plan
@@ -240,6 +247,26 @@ class CachePlan:
     def retention(self, tokens: int = 1 << 16) -> float:
         """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding."""
         return self.entries(tokens) / (tokens * self.group_of.size)
+
+    def split_map(self, num_ctas: int) -> np.ndarray:
+        """int32[L, K]: CTAs for each head of a request that has `num_ctas` in every layer (paper, Algorithm 1).
+
+        Heads count with what they hold, their group's budget: those of a group get the same number, whichever layers and
+        columns they are from.
+        """
+        return split_map(self.group_budgets[self.group_of], num_ctas, 1)
+
+    def splits(self, num_ctas: int, *, rings: bool = False) -> np.ndarray | int | None:
+        """Parts that a decode step makes of each head of a request that has `num_ctas` CTAs in every layer.
+
+        int32[L, K], or one number for all heads, or None: no parts of heads but equal shares of all entries. `rings`: of
+        sliding-window layers, whose heads hold equally many entries.
+        """
+        if self.division == "equal":
+            return None
+        if self.division == "uniform" or rings:
+            return max(1, round(num_ctas / self.group_of.shape[1]))
+        return self.split_map(num_ctas)
 
     def page_shape(self, head_dim: int, dtype: Any) -> tuple[int, ...]:
         """(2, Hp, P, D) of a page in a pool of `dtype`; with uint8 more rows, for the scales (`byte_pages`)."""

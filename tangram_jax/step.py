@@ -64,7 +64,7 @@ def step(
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
     of_chunks = [ChunkLayers(plan, config, scorer, cache, part, dtype) for part in chunks]
-    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype) if decode else None
+    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=alone) if decode else None
 
     def attend(
         state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.logits import AttentionLogits
 from models.sinks import with_sinks
 from pallas_kernels import byte_pages
+from pallas_kernels.support import num_sms
 from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import ChunkScores
@@ -119,20 +120,30 @@ class DecodeLayers(_Layers):
     """The layers of one new token each of several rows."""
 
     def __init__(
-        self, plan: CachePlan, config: ModelConfig, cache: Cache, rows: jax.Array, dtype: Any
+        self,
+        plan: CachePlan,
+        config: ModelConfig,
+        cache: Cache,
+        rows: jax.Array,
+        dtype: Any,
+        *,
+        empty: int = 0,
     ) -> None:
-        """`rows` i32[B], `cache.num_rows` for an empty slot."""
+        """`rows` i32[B], `cache.num_rows` for an empty slot; `empty`: slots that are known to be."""
         super().__init__(plan, config, cache)
         numbers, tokens, tail, budgets = cache.row(rows)
         there = (rows < cache.num_rows)[:, None]
         lengths = jnp.where(there, plan.lengths(tokens, budgets) + tail[:, None], 0)
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
-        self._attention = DecodeAttention(shape, dtype, self._pages(rows, lengths), self._logits)
+        ctas = max(num_sms() // max(len(rows) - empty, 1), config.num_kv_heads)  # of each request
+        pages = self._pages(rows, lengths)
+        self._attention = DecodeAttention(shape, dtype, pages, self._logits, plan.splits(ctas))
         if plan.rings:
             numbers = row_rings(plan.rings, numbers, cache.layout)
             pages = visible_pages(plan.rings, cache.pool, numbers, self._slots.tokens)
-            self._window_attention = DecodeAttention(shape, dtype, pages, self._logits)
+            splits = plan.splits(ctas, rings=True)
+            self._window_attention = DecodeAttention(shape, dtype, pages, self._logits, splits)
         self.new: list[jax.Array] = []  # qkv of each layer
 
     def __call__(
