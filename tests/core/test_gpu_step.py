@@ -1,5 +1,7 @@
 """On a Hopper GPU: the step with our kernels, or cuDNN for chunks, against XLA operations and dense float32."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,17 @@ def test_pages_of_bytes_are_dense_attention(config, cluster, caplog):
     errors = errors_against_dense(config, uniform_plan(config, 64, cluster), 128, jnp.uint8)
     assert max(errors) < 0.1, errors
     assert "XLA operations" not in caplog.text and "cuDNN" not in caplog.text
+
+
+@pytest.mark.parametrize("division", ["split_map", "uniform"])
+@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=lambda config: config.name)
+def test_divisions_of_the_work_are_dense_attention(config, division, caplog):
+    """Of heads that hold all entries, as many CTAs for each as if they held very different numbers."""
+    plan = uniform_plan(config, 64)
+    budgets = np.linspace(0.1, 1.0, plan.num_groups, dtype=np.float32)
+    errors = errors_against_dense(config, replace(plan, division=division, group_budgets=budgets), 128)
+    assert max(errors) < 0.1, errors
+    assert "XLA operations" not in caplog.text
 
 
 @pytest.mark.parametrize("way", ["kernels", "others"])

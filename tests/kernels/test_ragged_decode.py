@@ -201,6 +201,12 @@ def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
 
 
+def test_borders_of_the_caller_in_the_interpreter():
+    """Two shares of one item, an empty one behind it, one that crosses three items, and the rest of the last."""
+    case = make_case([[300, 40], [64, 65]], head_dim=64, sinks=True)
+    check_interpreted(case, borders=jnp.asarray([[0, 1, 10, 10, 15, 17]]), unit=32)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_windows_that_begin_within_a_page_in_the_interpreter(page_size):
     """Cut items too: only the first piece of a head has entries out of sight."""
@@ -268,3 +274,28 @@ def test_layers_share_one_kernel_text():
     traced = jax.jit(step).trace(case.q, case.pool, case.table, case.lengths)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("kernel_hash") == 1  # one function, called by every layer
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_size", "options"),
+    [
+        (64, 1, 16, {}),
+        (64, 16, 128, {"soft_cap": 20.0, "new": True}),
+        (256, 1, 128, {"sinks": True}),
+        (256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}),
+        (64, 8, 64, {"sinks": True, "new": True}),  # GPT-OSS
+        (256, 2, 64, {"new": True, "skip": [5, 0]}),  # Gemma 3
+        (256, 16, 64, {"packed": True, "new": True}),
+    ],
+    ids=str,
+)
+def test_lowers_for_a_gpu(head_dim, group, page_size, options):
+    """The corners of what the kernel takes, each pair of them at least once."""
+    case = make_case([[300, 129], [64, 0]], head_dim=head_dim, group=group, page_size=page_size, **options)
+
+    def run(q, pool, plan, sinks):
+        options = {**case.options, "sinks": sinks}
+        return ragged_decode_mosaic_gpu(q, pool, plan, scale=0.1, **options)
+
+    traced = jax.jit(run).trace(case.q, case.pool, plan_of(case), case.options.get("sinks"))
+    assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()

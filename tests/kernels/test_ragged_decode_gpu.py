@@ -58,9 +58,17 @@ def test_pages(head_dim, page_size):
     check(case, num_shares=2)  # many tiles each: last pages are loaded as far as they are filled
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 16])
+@pytest.mark.parametrize("group", range(1, 17))
 def test_groups(group):
     check(make_case(SKEWED, group=group, page_size=64, sinks=True, new=True))
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("group", [1, 2, 8, 16])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_groups_of_other_heads(head_dim, group, page_size):
+    """GPT-OSS has 8 queries of 64 for a KV head, Gemma 3 two of 256."""
+    check(make_case(SKEWED, head_dim=head_dim, group=group, page_size=page_size, sinks=True, new=True))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,13 @@ def test_groups(group):
 )
 def test_divisions(how):
     check(make_case(SKEWED), **how)
+
+
+def test_borders_of_the_caller():
+    """Of units of 32 entries: heads hold 32, 12, 12, 0 of the first request, 3, 63, 63, 5, none, and 1, 2, 2, 157."""
+    borders = jnp.asarray([[0, 1, 32, 32, 58, 130, 190, 195, 200, 340, 351, 352]])
+    assert borders[0, -1] == sum(-(-length // 32) for row in SKEWED for length in row)
+    check(make_case(SKEWED, new=True), borders=borders, unit=32)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
