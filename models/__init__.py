@@ -1,4 +1,8 @@
-"""Architectures as pure functions that take attention as an argument; configurations; weight loading."""
+"""Architectures as pure functions that take attention as an argument; configurations; weight loading.
+
+Knows nothing of caches, and of ours imports `pallas_kernels` alone: a mixture's experts are multiplied by a kernel, and its
+packed weights lie as the kernel reads them.
+"""
 
 import os
 

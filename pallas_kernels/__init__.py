@@ -1,0 +1,4 @@
+"""GPU kernels, a folder for each operation, with references in JAX. Imports nothing of ours.
+
+Which GPUs they run on is in `support`. What they do not take they refuse with a NotImplementedError that names it.
+"""
