@@ -12,6 +12,8 @@ from serve.tool_formats import PARSERS
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Cluster = Literal["layer", "model", "adjacent"]
 CLUSTERS = get_args(Cluster)
+Division = Literal["equal", "split_map", "uniform"]
+DIVISIONS = get_args(Division)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
@@ -63,6 +65,7 @@ class ServeConfig:
     max_retention: float | None = None  # that a request may ask for; None: the server's
     heads_per_page: int | None = None
     cluster: Cluster = "layer"
+    decode_division: Division = "equal"  # of decode attention among the CTAs of a GPU
     scorer: str = "expected_attention"
     tail_limit: int | None = None  # generated tokens that may stay whole
     min_entries: int | None = None  # entries that every group keeps at least
@@ -131,6 +134,7 @@ class ServeConfig:
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--cluster", self.cluster, CLUSTERS),
+            ("--decode-division", self.decode_division, DIVISIONS),
             ("--scorer", self.scorer, SCORERS),
             ("--generation-config", self.generation_config, GENERATION_CONFIGS),
             ("--log-level", self.log_level, LOG_LEVELS),

@@ -140,6 +140,7 @@ def build_engine(
         heads_per_page=heads_per_page,
         page_size=batching.page_size,
         cluster=cast(Cluster, config.cluster),
+        division=config.decode_division,
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
         sliding=SlidingLayers.of(shape, tail),
         scaled=profile,

@@ -5,7 +5,17 @@ import os
 from collections.abc import Sequence
 
 from models.overrides import parse_overrides
-from serve.args import CLUSTERS, DTYPES, LOG_LEVELS, ON_CPU, ON_GPU, SCORERS, ConfigError, ServeConfig
+from serve.args import (
+    CLUSTERS,
+    DIVISIONS,
+    DTYPES,
+    LOG_LEVELS,
+    ON_CPU,
+    ON_GPU,
+    SCORERS,
+    ConfigError,
+    ServeConfig,
+)
 from serve.sizes import parse_bytes
 from serve.tool_formats import PARSERS
 
@@ -61,6 +71,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
+    budget.add_argument(
+        "--decode-division",
+        help=f"how a GPU's work on decode attention is divided: {', '.join(DIVISIONS)} (default equal shares)",
+    )
     budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default {SCORERS[0]})")
     budget.add_argument("--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole")
     budget.add_argument(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
 
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
@@ -75,6 +76,17 @@ def test_what_each_division_asks_of_the_kernel():
     assert plans["uniform"].splits(1) == 1
     with pytest.raises(ValueError, match="division must be one of equal, split_map, uniform; got 'even'"):
         plan_of(FULL, "even")
+
+
+def test_a_device_of_several_divides_its_own_heads():
+    config = tiny_config(num_layers=1, num_kv_heads=4)
+    profile = tj.BudgetProfile.from_ratios(
+        np.array([[[0.2, 0.7, 0.8, 0.4]]], np.float32), retention=0.5, alpha=0.0
+    )
+    plan = tj.CachePlan.build(profile, 2, division="split_map")
+    mesh = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    mine = tj.TensorParallel.of(config, plan, 2, mesh=mesh).share_plan
+    assert mine.splits(12).tolist() == [[4, 8]]
 
 
 def new_cache(config, plan) -> tj.Cache:

@@ -8,10 +8,11 @@ import pytest
 
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
-from serve.args import ConfigError, ServeConfig
+from serve.args import DIVISIONS, ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.build import build, build_engine, sampling_defaults
 from serve.flags import make_parser
+from tangram_jax import plan
 from tangram_jax.profile import BudgetProfile
 
 
@@ -104,6 +105,15 @@ def test_heads_that_would_leave_columns_empty_are_refused():
         served = ServeConfig(cluster=cluster, heads_per_page=heads, max_num_seqs=1)
         with pytest.raises(ConfigError, match=f"write at most {heads - 1}"):
             build_engine(served, model, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_the_division_of_decode_attention_is_the_plan_s(division):
+    assert DIVISIONS == plan.DIVISIONS
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    served = ServeConfig(decode_division=division, max_num_seqs=1, num_pages=2000)
+    assert build_engine(served, model, dtype=jnp.float32).plan.division == division
 
 
 def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):

@@ -29,7 +29,7 @@ def test_all_flags(tmp_path):
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
         "--kv-cache-dtype int8 --generation-config vllm --allowed-origins https://a.org http://b:3000 "
-        "--tool-call-parser mistral --reasoning-parser none --max-retention 0.75 "
+        "--tool-call-parser mistral --reasoning-parser none --max-retention 0.75 --decode-division split_map "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
     assert parse_args(argv.split()) == ServeConfig(
@@ -39,7 +39,7 @@ def test_all_flags(tmp_path):
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
         kv_cache_dtype="int8", generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
-        max_retention=0.75,
+        max_retention=0.75, decode_division="split_map",
         allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
@@ -68,6 +68,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--max-model-len -1", "--max-model-len is -1"),
         ("--port 70000", "from 0 to 65535"),
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
+        ("--decode-division even", "--decode-division is 'even': write one of equal, split_map, uniform"),
         ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
         ("--generation-config mine", "write one of auto, vllm"),
         ("--tool-call-parser pythonic", "write one of auto, harmony, hermes, llama3_json, mistral"),
