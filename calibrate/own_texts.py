@@ -19,6 +19,9 @@ import numpy as np
 from calibrate.samples import TextSample, TextTokenizer
 
 HELDOUT_EVERY = 3  # of three documents, one is held out
+TOKEN_CHARACTERS = (
+    64  # no text has so many a token: what a sample needs of a long document is cut out before it is encoded
+)
 
 Content = str | list[dict[str, Any]]
 
@@ -39,7 +42,7 @@ class OwnTexts:
         found: dict[str, Content] = {}  # the same text twice is one document
         for path in paths:
             try:
-                text = path.read_text(encoding="utf-8")
+                text = path.read_text(encoding="utf-8-sig")  # a mark of byte order is no part of the text
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from error
             contents: list[Content] = [text]
@@ -94,13 +97,14 @@ def _sample(
     first, paragraph = rng.choice(starts)  # long documents have more paragraphs, and are chosen more often
     others = [i for i in range(len(documents)) if i != first]
     rng.shuffle(others)
-    ids = list(encode(_from(documents[first], paragraph)))
+    most = tokens * TOKEN_CHARACTERS
+    ids = list(encode(_from(documents[first], paragraph, most)))
     kind = "own text" if isinstance(documents[first], str) else "own chat"
     # Where it began late in its document, the whole document may come in the end.
     for i in [*others, first]:
         if len(ids) >= tokens:
             break
-        ids += encode(_from(documents[i], 0))
+        ids += encode(_from(documents[i], 0, most))
     if len(ids) < tokens:
         raise ValueError(
             f"--texts has too little text for samples of {tokens} tokens: give more, or a smaller --sample-tokens"
@@ -117,11 +121,14 @@ def _encode(tokenizer: TextTokenizer, content: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in text)))
 
 
-def _from(document: Content, paragraph: int) -> str:
-    """The rest of a document, as JSON: something that a cache can hash."""
-    return json.dumps(
-        "\n\n".join(document.split("\n\n")[paragraph:]) if isinstance(document, str) else document
-    )
+def _from(document: Content, paragraph: int, most: int) -> str:
+    """The rest of a document, of a text no more than `most` characters, as JSON: something that a cache can hash."""
+    if not isinstance(document, str):
+        return json.dumps(document)
+    start = 0
+    for _ in range(paragraph):
+        start = document.index("\n\n", start) + 2
+    return json.dumps(document[start : start + most])
 
 
 def _paragraphs(document: Content) -> int:
@@ -132,9 +139,24 @@ def _paragraphs(document: Content) -> int:
 def _of_line(path: Path, number: int, line: str) -> Content:
     where = f"{path}, line {number}"
     try:
-        found = json.loads(line)
-    except ValueError as error:
+        content = _content(json.loads(line))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
+    if content is None:
+        raise ValueError(
+            f'{where} must be {{"text": ...}}, {{"prompt": ...}} or {{"messages": [...]}} of texts'
+        )
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{where} has half of a character ({half!a}), which is no text: take it out"
+        ) from error
+    return content
+
+
+def _content(found: Any) -> Content | None:
     if isinstance(found, dict):
         for key in ("text", "prompt"):
             if isinstance(found.get(key), str):
@@ -145,7 +167,7 @@ def _of_line(path: Path, number: int, line: str) -> Content:
             for m in messages
         ):
             return [{"role": m["role"], "content": m["content"]} for m in messages]
-    raise ValueError(f'{where} must be {{"text": ...}}, {{"prompt": ...}} or {{"messages": [...]}} of texts')
+    return None
 
 
 def _digest(content: Any) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibrate.__main__ import main
-from calibrate.own_texts import OwnTexts
+from calibrate.own_texts import TOKEN_CHARACTERS, OwnTexts
 from models import registry
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
@@ -50,6 +50,27 @@ def test_samples_have_their_size_and_share_no_document(texts):
     assert {s.kind for s in own.samples(TOKENIZER, 12, 0, 80)[0]} == {"own text", "own chat"}
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    """Editors on Windows write one."""
+    (tmp_path / "a.txt").write_text("a" * 90, encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "b" * 90}), encoding="utf-8-sig")
+    assert sorted(OwnTexts.read(tmp_path).documents) == ["a" * 90, "b" * 90]
+
+
+def test_of_a_long_text_only_what_a_sample_needs_is_encoded(tmp_path, monkeypatch):
+    """A book of 100 MB, encoded whole for each of 70 samples, took hours and all memory."""
+    own = OwnTexts.read(
+        write(tmp_path, a_dot_txt="\n\n".join("ab" * 400 for _ in range(300)), b_dot_txt="c" * 90)
+    )
+    lengths = []
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda text: lengths.append(len(text)) or encode(text))
+    samples, _ = own.samples(TOKENIZER, 6, 0, 50)
+    assert max(lengths) == 50 * TOKEN_CHARACTERS
+    texts = [TOKENIZER.decode(s.tokens.tolist()) for s in samples]
+    assert all("ab" * 20 in text for text in texts)
+
+
 def test_the_digest_is_that_of_the_texts_not_of_their_files(texts, tmp_path):
     digest = OwnTexts.read(texts).provenance["digest"]
     (texts / "a.txt").rename(texts / "z.txt")
@@ -67,6 +88,8 @@ def test_what_is_wrong_with_texts_is_said(tmp_path):
         return str(error.value)
 
     assert "x.jsonl, line 2 is not JSON" in fault(x_dot_jsonl='{"text": "a"}\n{')
+    assert "x.jsonl, line 1 is not JSON" in fault(x_dot_jsonl="[" * 100_000)
+    assert "line 1 has half of a character ('\\ud800')" in fault(x_dot_jsonl='{"text": "a\\ud800"}')
     assert "line 1 must be" in fault(x_dot_jsonl='{"messages": [{"role": "user"}]}')
     assert "has no text" in fault(a_dot_txt=" \n", b_dot_md="text")
     assert "a single document" in fault(a_dot_txt="a" * 999)
