@@ -70,7 +70,7 @@ def compare_weights(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Sa
         keys, norms = (_difference(then[name], now[name]) for name in ("keys", "norms"))
         known = "products" in then and "products" in now  # not of older profiles
         products = _difference(then["products"], now["products"]) if known else float("inf")
-    except (KeyError, TypeError, ValueError):  # of other shapes
+    except (KeyError, TypeError, ValueError, OverflowError):  # of other shapes
         return "other", float("inf")
     if norms >= NORMS and products < min(QUANTISED, max(keys, norms) / 2):
         return "quantised", products

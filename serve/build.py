@@ -190,6 +190,8 @@ def build_engine(
         log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
         max_model_len = fits
         largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
+        if recipe:
+            recipe = Recipe.of(profile, max_model_len)
     buckets = make_buckets(*batching[:2], plan.window, max_model_len)
     runner = Runner(
         model.params,

@@ -32,7 +32,7 @@ from calibrate.drift import (
     judge,
     overflow,
 )
-from calibrate.measure import QUERY_BLOCK, calibrate_shares
+from calibrate.measure import QUERY_BLOCK, SINKS, aside, calibrate_shares
 from models.config import ModelConfig
 from serve.args import ConfigError
 from serve.request import DriftStats
@@ -63,9 +63,11 @@ class Recipe:
                 "out, or give a --profile (`python -m calibrate` makes one) and a --retention below 1"
             )
         try:
-            scorer = get_scorer(found["method"], **found.get("method_options", {}))
+            scorer = get_scorer(str(found["method"]), **found.get("method_options", {}))
             tokens = int(found["sample_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
+            if tokens <= (least := SINKS + aside(scorer)):
+                raise ValueError(f"samples of {tokens} tokens, of which {least} are not ranked")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"--drift-interval: the profile does not say how it was measured ({error!r}): leave the option out, or "
                 "calibrate again with `python -m calibrate`"

@@ -217,7 +217,7 @@ class BudgetProfile:
                 ratios=data.get("ratios"),
                 provenance=header["provenance"],
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path} is not a budget profile: {error}") from error
 
 

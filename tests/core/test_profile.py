@@ -134,6 +134,7 @@ def test_files_that_are_no_profiles(tmp_path):
     np.savez(tmp_path / "words.npz", header="words", **good)
     header = {"format": FORMAT_VERSION, "retention": None, "alpha": 1.0, "provenance": {}}
     np.savez(tmp_path / "none_given.npz", header=json.dumps(header), **good)
+    np.savez(tmp_path / "huge.npz", header=json.dumps(header | {"retention": 10**400}), **good)
     BudgetProfile.uniform(2, 2, 0.5).save(tmp_path / "damaged.npz")
     damaged = bytearray((tmp_path / "damaged.npz").read_bytes())
     damaged[60:90] = bytes(30)

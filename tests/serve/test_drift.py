@@ -65,7 +65,7 @@ class Device(FakeRunner):
 def watched_engine(monitor):
     """An engine with a monitor, and the text of its metrics."""
     limits = make_limits(max_model_len=256)
-    engine = WatchedEngine(Device(make_plan(), limits, 2000), limits, monitor, num_pages=2000)
+    engine = WatchedEngine(Device(make_plan(), limits, 2000), limits, monitor, num_pages=1000)
     engine.start()
     try:
         yield TinyEngine(engine, engine._runner), lambda: Metrics(engine, "tiny").expose().decode()
@@ -231,9 +231,23 @@ def test_where_prompts_cannot_be_compared(profile, tmp_path):
         budgets=profile.budgets, retention=0.4, provenance={"method": "h2o", "sample_tokens": 9}
     ).save(path)
     assert "unknown scorer 'h2o'" in fault(profile=path)
+    for edit, part in (
+        ({"method": None}, "unknown scorer 'None'"),
+        ({"sample_tokens": 36}, "samples of 36 tokens, of which 36 are not ranked"),
+        ({"sample_tokens": float("inf")}, "infinity"),
+    ):
+        made = {"method": "snapkv", "sample_tokens": 64} | edit
+        BudgetProfile(budgets=profile.budgets, retention=0.4, provenance=made).save(path)
+        assert part in fault(profile=path)
     profile.save(path)
     assert "samples have 64 tokens, more than a prompt can have here (60)" in fault(
         profile=path, max_model_len=60
+    )
+    # The same where it is the pool that has no room for longer prompts.
+    longer = profile.provenance | {"sample_tokens": 1000}
+    dataclasses.replace(profile, provenance=longer).save(path)
+    assert "samples have 1000 tokens, more than a prompt can have here (" in fault(
+        profile=path, num_pages=100
     )
     with pytest.raises(ConfigError, match="nothing to watch where --retention 1"):
         ServeConfig(drift_interval=60, retention=1.0)

@@ -54,8 +54,9 @@ def test_nothing_is_said_of_the_right_profile_nor_of_one_that_says_nothing(caplo
         (noisy(0.05, 0.1), "WARNING", "before tiny was tuned further"),
         (weights_identity(random_params(CONFIG, 1), CONFIG), "WARNING", "on another model than tiny is now"),
         ({"keys": [[1.0]], "norms": "?"}, "WARNING", "on another model than tiny is now"),
+        ({"keys": [[10**400]], "norms": []}, "WARNING", "on another model than tiny is now"),
     ],
-    ids=["quantised", "tuned", "other", "garbage"],
+    ids=["quantised", "tuned", "other", "garbage", "huge"],
 )
 def test_other_weights_under_the_same_name_are_named(caplog, weights, level, part):
     ((found, message),) = said(caplog, MEASURED | {"weights": weights})
