@@ -22,7 +22,7 @@ from tangram_jax.step_layers import ChunkLayers, DecodeLayers
 class Chunk(NamedTuple):
     """The next tokens of one row. Arrays of the host or the device."""
 
-    row: Any  # i32[]; a number of no row (cache.num_rows) makes an empty chunk
+    row: Any  # i32[]; a number of no row makes an empty chunk
     tokens: Any  # i32[T], padded
     valid: Any  # i32[]: how many are, at least 1
 
@@ -51,10 +51,9 @@ def step(
     all T tokens of each), then those of the B decode tokens. The rows' pages must be reserved; no row may be there twice.
     """
     chunks = [chunk] if isinstance(chunk, Chunk) else chunk or []
+    chunks = [part._replace(row=_or_none(part.row, cache)) for part in chunks]
     if decode:
-        rows = jnp.asarray(decode.rows)  # a negative one would be counted from the end
-        is_row = (rows >= 0) & (rows < cache.num_rows)
-        decode = Decode(jnp.where(is_row, rows, cache.num_rows), jnp.asarray(decode.tokens))
+        decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens))
     # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
     alone = decode is not None and not chunks and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
     if alone and decode:
@@ -128,6 +127,12 @@ def decode_step(
 
 
 _NO_SCORER: Any = None
+
+
+def _or_none(rows: Any, cache: Cache) -> jax.Array:
+    """`rows` i32[...], and one number for all that are of no row: a negative one would be counted from the end."""
+    rows = jnp.asarray(rows)
+    return jnp.where((rows >= 0) & (rows < cache.num_rows), rows, cache.num_rows)
 
 
 def _flatten(

@@ -250,6 +250,9 @@ def test_any_number_of_no_row_is_an_empty_slot():
         )
         assert cache.tail.tolist() == [0, 0, 0]
         np.testing.assert_array_equal(cache.pool, pool)
+        _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(row))
+        assert cache.tokens.tolist() == [0, 0, 53]
+        np.testing.assert_array_equal(cache.pool, pool)
 
 
 def test_the_pool_is_never_copied():
