@@ -94,7 +94,24 @@ CASES = {
     ),
     "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
     "budgets of their own": ({"max_running": 4, "max_tail": 9}, make_plan(max_retention=0.9), 260),
+    "all of it": (
+        {
+            "max_running": 4,
+            "max_stored": 2,
+            "max_tail": 9,
+            "host_bytes": 900,
+            "chunks_beside_decode": (8, 24),
+        },
+        make_plan(max_retention=0.9, sliding=SlidingLayers(1, 30, max_tail=9)),
+        300,
+    ),
 }
+
+
+@pytest.fixture(autouse=True)
+def _chunks_are_split(monkeypatch):
+    """Where there are several sizes of them, small as they are."""
+    monkeypatch.setattr("serve.limits.WORTH_A_STEP", 4)
 
 
 @pytest.mark.parametrize("name", CASES)

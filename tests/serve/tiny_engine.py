@@ -223,6 +223,7 @@ def tiny_engine(
     max_stored: int = STORED,
     max_tail: int = MAX_TAIL,
     host_bytes: int = 0,
+    least_shared: int = 128,
     drift: DriftMonitor | None = None,
 ) -> Iterator[TinyEngine]:
     """An engine over `tiny_runner(kind)`, which serves one engine at a time; stopped at the end."""
@@ -236,6 +237,7 @@ def tiny_engine(
         chunks_beside_decode=BUCKETS.mixed_chunks,
         prompt_logprob_chunk=BUCKETS.prompt_logprobs,
         host_bytes=host_bytes,
+        least_shared=least_shared,
     )
     engine = (
         WatchedEngine(runner, limits, drift, num_pages=pages)
