@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibrate.identity import tokenizer_identity, weights_identity
-from calibrate.measure import calibrate_ratios
+from calibrate.measure import SINKS, aside, calibrate_ratios
 from calibrate.samples import calibration_samples
 from models.registry import load_model
 from tangram_jax.profile import BudgetProfile
@@ -35,8 +35,16 @@ def stamped(profile: BudgetProfile, model: Any) -> BudgetProfile:
         raise ValueError("only a profile from `python -m calibrate` over the shipped texts can be checked")
     if profile.budgets.shape != (len(model.config.full_layers), model.config.num_kv_heads):
         raise ValueError(f"{model.name} has other layers or heads than the profile")
-    scorer = get_scorer(found["method"], **found["method_options"])
-    (sample,) = calibration_samples(model.tokenizer, 1, found["sample_tokens"], found["seed"])
+    try:
+        scorer = get_scorer(str(found["method"]), **found["method_options"])
+        tokens, seed = int(found["sample_tokens"]), int(found["seed"])
+        if tokens <= SINKS + aside(scorer):
+            raise ValueError(f"samples of {tokens} tokens")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"the profile does not say how it was measured ({error}): calibrate again"
+        ) from error
+    (sample,) = calibration_samples(model.tokenizer, 1, tokens, seed)
     again = calibrate_ratios(
         model.params, model.config, jnp.asarray(sample.tokens), scorer, profile.retention
     )

@@ -132,6 +132,10 @@ def test_an_older_profile_is_stamped_only_for_the_model_that_it_was_measured_on(
     assert stamp.main([str(path), "--model", "tiny"]) == 2
     assert "gives other shares than the profile says" in capsys.readouterr().err
     assert BudgetProfile.load(path) == new
+    for edit in ({"sample_tokens": 0}, {"seed": None}, {"method": 5}, {"method_options": None}):
+        dataclasses.replace(old, provenance=old.provenance | edit).save(path)
+        assert stamp.main([str(path), "--model", "tiny"]) == 2
+        assert "does not say how it was measured" in capsys.readouterr().err
     BudgetProfile.uniform(2, 4, 0.5).save(path)
     assert stamp.main([str(path), "--model", "tiny"]) == 2
     assert "only a profile from `python -m calibrate`" in capsys.readouterr().err
