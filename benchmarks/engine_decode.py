@@ -191,7 +191,9 @@ def main() -> None:
     heads = 4 if config.num_kv_heads % 4 == 0 else 1
     alone = decode_step.measure(
         params, config, args.requests, args.context, args.retention,
-        argparse.Namespace(page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False),
+        argparse.Namespace(
+            page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False, devices=1,
+        ),
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
         dtype=byte_pages.DTYPE if args.kv_cache_dtype == "int8" else jnp.bfloat16,
     )  # fmt: skip

@@ -17,17 +17,19 @@ def host_plan(
     page_size: int,
     unit: int,
     num_shares: int,
+    least: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(shares i32[W, SHARE_COLUMNS], items i32[N + 1, ITEM_COLUMNS]) of N items that all hold entries.
 
     length, offset, column i32[N] of each (request, KV head); table i32[...], read flat. Equal to `plan_decode`'s rows of
-    one layer.
+    one layer. `least`: units of a share at least.
     """
     count = len(length)
     begin = np.zeros(count + 1, np.int32)  # units
     np.cumsum(-(-length // unit), out=begin[1:])
     total = begin[-1]
-    borders = np.minimum(np.arange(num_shares + 1, dtype=np.int32) * max(-(-total // num_shares), 1), total)
+    share = max(-(-total // num_shares), least)
+    borders = np.minimum(np.arange(num_shares + 1, dtype=np.int32) * share, total)
     items = np.zeros((count + 1, P.ITEM_COLUMNS), np.int32)
     items[:, P.ITEM_BEGIN] = begin
     items[:-1, P.ITEM_LENGTH], items[:-1, P.ITEM_OFFSET] = length, offset

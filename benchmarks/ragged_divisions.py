@@ -21,7 +21,7 @@ from benchmarks.gpu_timing import kernels_of
 from benchmarks.host_plan import host_plan
 from benchmarks.ragged_inputs import Inputs, kernel_us
 from pallas_kernels import ragged_decode as rd
-from pallas_kernels.ragged_decode.plan import default_unit
+from pallas_kernels.ragged_decode.plan import default_unit, least_share
 from pallas_kernels.support import num_sms
 
 LAYERS = 32  # that share one plan made on the device
@@ -56,10 +56,11 @@ def plans(x: Inputs) -> dict[str, rd.DecodePlan]:
 
 def host_planned(x: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """What `host_plan` makes of one layer whose (request, head) items all hold entries."""
+    unit = default_unit(x.page_size)
     offset = np.arange(len(x.lengths), dtype=np.int32)[:, None] * x.table.shape[1] + x.first
     return host_plan(
         x.lengths.reshape(-1), offset.reshape(-1), np.tile(x.column, len(x.lengths)), x.table,
-        page_size=x.page_size, unit=default_unit(x.page_size), num_shares=num_sms(),
+        page_size=x.page_size, unit=unit, num_shares=num_sms(), least=least_share(unit),
     )  # fmt: skip
 
 

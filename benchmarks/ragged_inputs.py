@@ -45,7 +45,7 @@ class Inputs:
     def kv_bytes(self) -> int:
         """That the entries are."""
         entry = self.shape.head_dim * self.pool.dtype.itemsize + byte_pages.is_bytes(self.pool.dtype)
-        return int(self.lengths.sum()) * 2 * entry
+        return int(np.maximum(self.lengths, 0).sum()) * 2 * entry
 
     def plan(self, splits: int | Sequence[int] | None = None) -> rd.DecodePlan:
         """Equal shares, or `splits` of every head."""

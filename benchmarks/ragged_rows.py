@@ -46,12 +46,12 @@ class Row:
         raise ValueError(f'mix {self.mix!r} is none of "same", "one long" and "lognormal"')
 
     def lengths(self) -> np.ndarray:
-        """i32[batch, K]: every head its own group, as after clustering over the whole model."""
+        """i32[batch, K]: every head its own group, as after clustering over the whole model; -1 in an empty slot."""
         equal = self.skew == "equal" or self.retention == 1.0
         heads = self.shape.num_kv_heads
         kept = np.full(heads, self.retention) if equal else skewed_budgets(heads, self.retention)
         held = np.maximum(np.ceil(kept * self.contexts()[:, None]), 1).astype(np.int32)
-        return np.concatenate([held, np.zeros((self.batch - self.requests, heads), np.int32)])
+        return np.concatenate([held, np.full((self.batch - self.requests, heads), -1, np.int32)])
 
     def pages(self) -> int:
         """That all heads of all requests hold, one head per page."""

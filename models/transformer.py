@@ -152,7 +152,7 @@ def forward(
       state: any pytree, handed to the first call of `attend` and returned by the last.
       logits_at: i32[R], the rows of `tokens` for which logits are wanted; only these go through the head.
         None: all T rows.
-      there: bool[T], False for padding, which a mixture of experts need not read any weights for. None: all are.
+      there: bool[T], False for padding, of which attention and experts may make anything. None: all are.
 
     Returns:
       (logits f32[R or T, V], state)
@@ -176,7 +176,9 @@ def forward(
                     attended, state = attend(state, layer, q, k, v)
             x = _after_attention(layer_params, x, attended, there, config)
     if logits_at is not None:
-        x = x[logits_at]
+        x, there = x[logits_at], there if there is None else there[logits_at]
+    if there is not None:  # the attention of padding may be anything
+        x = jnp.where(there[:, None], x, 0)
     with jax.named_scope("head"):
         x = _norm(x, params["final_norm"], config)
         if config.tie_embeddings:

@@ -40,7 +40,7 @@ class StepPages(NamedTuple):
 
     pool: jax.Array  # [num_pages, 2, Hp, P, D]
     table: jax.Array  # i32[rows, R]: every row of the cache
-    rows: jax.Array  # i32[B]: the row of each request; a number of no row has lengths of 0
+    rows: jax.Array  # i32[B]: the row of each request; a number of no row has no lengths or -1
     lengths: jax.Array  # i32[B, L, K]: entries of each KV head
     first: np.ndarray  # i32[L, K]
     column: np.ndarray  # i32[L, K]

@@ -114,7 +114,7 @@ def row_rings(rings: Rings, table: jax.Array, layout: Any) -> jax.Array:
 def visible_pages(rings: Rings, pool: jax.Array, numbers: jax.Array, tokens: jax.Array) -> StepPages:
     """What the next token of each request sees of its rings, in order of positions.
 
-    `numbers` i32[B, groups, C] the requests' pages, `tokens` i32[B] how many each has, 0 in an empty slot. The first pages
+    `numbers` i32[B, groups, C] the requests' pages, `tokens` i32[B] how many each has, -1 in an empty slot. The first pages
     begin with `skip` entries that are out of sight.
     """
     size, (batch, _, columns) = rings.page_size, numbers.shape

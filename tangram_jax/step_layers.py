@@ -137,11 +137,11 @@ class DecodeLayers(_Layers):
         self._slots = Slots(rows, lengths, tokens + tail)
         shape = (len(rows), *self._heads)
         ctas = max(num_sms() // max(len(rows) - empty, 1), config.num_kv_heads)  # of each request
-        pages = self._pages(rows, lengths)
+        pages = self._pages(rows, jnp.where(there, lengths, -1))
         self._attention = DecodeAttention(shape, dtype, pages, self._logits, plan.splits(ctas))
         if plan.rings:
             numbers = row_rings(plan.rings, numbers, cache.layout)
-            pages = visible_pages(plan.rings, cache.pool, numbers, self._slots.tokens)
+            pages = visible_pages(plan.rings, cache.pool, numbers, jnp.where(there[:, 0], tokens + tail, -1))
             splits = plan.splits(ctas, rings=True)
             self._window_attention = DecodeAttention(shape, dtype, pages, self._logits, splits)
         self.new: list[jax.Array] = []  # qkv of each layer

@@ -34,11 +34,13 @@ SKIP = 13  # of the last item
 FIRST_PAGES, MAX_FIRST_PAGES = 16, 16
 SHARE_COLUMNS = FIRST_PAGES + MAX_FIRST_PAGES
 # Columns of `DecodePlan.items`. The first six speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
-# the others. NUMBER is the item's place in the batch, b * K + k.
+# those of requests that hold none. NUMBER is the item's place in the batch, b * K + k.
 ITEM_BEGIN, ITEM_LENGTH, ITEM_OFFSET, ITEM_COLUMN, ITEM_NUMBER, ITEM_SKIP, ITEM_EMPTY = range(7)
 ITEM_COLUMNS = 8
 HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN, HEAD_SKIP = range(4)  # columns of `DecodePlan.heads`
 SYNC_STRIDE = 8  # one counter per 32 bytes
+# Entries of an equal share at least: with fewer an item has more pieces than it pays to put together.
+LEAST_SHARE = 128
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +86,8 @@ def plan_decode(
     """Divides a decode step, for all layers at once.
 
     Args:
-      lengths: i32[B, H] entries of each head's group, H = L * K heads in (layer, head) order. 0 or less: nothing to read.
+      lengths: i32[B, H] entries of each head's group, H = L * K heads in (layer, head) order. 0: nothing to read. Less: no
+        request is there; what its output holds is not said.
       table: i32[rows, R] flat rows of page numbers.
       first: i32[H] position of each head's group in a flat table row.
       column: i32[H] column of each head within its pages.
@@ -93,7 +96,7 @@ def plan_decode(
       rows: i32[B] table row of each request; `arange(B)` if None.
       skip: i32[B] entries at the front of every head of a request that are out of sight (a sliding window that begins
         within a page), less than a page and at most the lengths.
-      num_shares: equal shares to make, by default one per SM.
+      num_shares: equal shares to make; by default one per SM, or fewer that hold LEAST_SHARE entries.
       splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
       borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total; shares that
         hold nothing must not lie between the pieces of one item.
@@ -113,7 +116,8 @@ def plan_decode(
     def by_layer(x: jax.Array) -> jax.Array:  # [B, H] -> [L, B * K]
         return x.reshape(batch, num_layers, kv_heads).swapaxes(0, 1).reshape(num_layers, num_items)
 
-    length = jnp.maximum(by_layer(lengths.astype(jnp.int32)), 0)
+    given = by_layer(lengths.astype(jnp.int32))
+    length, empty = jnp.maximum(given, 0), given == 0
     table_row = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, jnp.int32)[None])
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
@@ -121,13 +125,14 @@ def plan_decode(
     skips = by_layer(jnp.broadcast_to(skips[:, None], (batch, heads)))
     units = -(-length // unit)
     if borders is None and splits is None:
-        borders = _equal_borders(units.sum(axis=1), num_sms() if num_shares is None else num_shares)
+        least = least_share(unit) if num_shares is None else 1
+        borders = _equal_borders(units.sum(axis=1), num_shares or num_sms(), least)
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
     assert borders is not None
-    items = _pack_items(units, length, offset, columns, skips)
-    shares = _describe_shares(borders, items, num_empty=(units == 0).sum(axis=1, dtype=jnp.int32))
+    items = _pack_items(units, empty, length, offset, columns, skips)
+    shares = _describe_shares(borders, items, num_empty=empty.sum(axis=1, dtype=jnp.int32))
     shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
     # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
     zero = jnp.minimum(length[:, :1, None], 0)
@@ -154,7 +159,12 @@ def _first_pages(shares: jax.Array, table: jax.Array, page_size: int, unit: int)
 
 
 def _pack_items(
-    units: jax.Array, length: jax.Array, offset: jax.Array, columns: jax.Array, skips: jax.Array
+    units: jax.Array,
+    empty: jax.Array,
+    length: jax.Array,
+    offset: jax.Array,
+    columns: jax.Array,
+    skips: jax.Array,
 ) -> jax.Array:
     """i32[L, items + 1, ITEM_COLUMNS]; rows after the last item that holds entries begin at the total."""
     num_layers, num_items = units.shape
@@ -167,7 +177,7 @@ def _pack_items(
     layer = jnp.arange(num_layers)[:, None]
     place = jnp.where(full, jnp.cumsum(full, axis=1) - 1, num_items + 1)  # beyond the end: dropped
     packed = packed.at[layer, place, :ITEM_EMPTY].set(rows, mode="drop")
-    place = jnp.where(full, num_items + 1, jnp.cumsum(~full, axis=1) - 1)
+    place = jnp.where(empty, jnp.cumsum(empty, axis=1) - 1, num_items + 1)
     return packed.at[layer, place, ITEM_EMPTY].set(number, mode="drop")
 
 
@@ -211,9 +221,14 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
     return jnp.stack([values.get(column, zero) for column in range(FIRST_PAGES)], axis=-1).astype(jnp.int32)
 
 
-def _equal_borders(total: jax.Array, num_shares: int) -> jax.Array:
-    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units, the last ones shorter or empty."""
-    share = jnp.maximum(-(-total // num_shares), 1)[:, None]
+def least_share(unit: int) -> int:
+    """Units of an equal share at least."""
+    return -(-LEAST_SHARE // unit)
+
+
+def _equal_borders(total: jax.Array, num_shares: int, least: int) -> jax.Array:
+    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units or `least`, the last ones shorter or empty."""
+    share = jnp.maximum(-(-total // num_shares), least)[:, None]
     return jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None] * share, total[:, None])
 
 

@@ -51,7 +51,7 @@ def test_reference_leaves_out_what_a_window_does_not_show():
 
 
 def test_reference_of_an_empty_head_is_zero_and_minus_infinity():
-    case = make_case([[0, -1, 5]])
+    case = make_case([[0, 0, 5]])
     out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale)
     assert not np.asarray(out[0, :2], np.float32).any()
     assert np.isneginf(lse[0, :2]).all()
@@ -121,6 +121,28 @@ def test_every_plan_covers_every_unit_once(how):
     empty = np.flatnonzero(lengths.reshape(-1) == 0)
     assert (row[:, P.EMPTY] == empty.size).all()
     np.testing.assert_array_equal(np.asarray(plan.items)[0, : empty.size, P.ITEM_EMPTY], empty)
+
+
+def test_slots_without_a_request_have_no_work():
+    """No item of theirs is done, not even that of giving an empty one's output."""
+    lengths = np.array([[-1, -1, -1], [100, 0, 65], [-1, -1, -1], [0, 64, 3]], np.int32)
+    case = make_case(lengths, page_size=16)
+    plan = plan_of(case)
+    done = {item for held in pieces(plan) for item, *_ in held}
+    empty = np.flatnonzero(lengths.reshape(-1) == 0)
+    assert (np.asarray(plan.shares)[0, :, P.EMPTY] == empty.size).all()
+    done |= set(np.asarray(plan.items)[0, : empty.size, P.ITEM_EMPTY].tolist())
+    assert done == set(np.flatnonzero(lengths.reshape(-1) >= 0))
+
+
+def test_small_layers_have_fewer_shares():
+    """Of 128 entries at least, unless a number of shares was asked for."""
+    lengths = jnp.full((1, 8), 300, jnp.int32)
+    table = jnp.zeros((1, 9), jnp.int32)
+    for page, how, full in ((64, {}, 20), (16, {}, 20), (128, {}, 24), (64, {"num_shares": 132}, 40)):
+        plan = rd.plan_decode(lengths, table, np.zeros(8), np.zeros(8), page_size=page, **how)
+        row = np.asarray(plan.shares)[0]
+        assert (row[:, P.END] > row[:, P.START]).sum() == full
 
 
 def test_equal_shares_differ_by_no_more_than_the_last():
