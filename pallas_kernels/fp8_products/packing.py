@@ -20,7 +20,8 @@ LARGEST = 448.0  # of e4m3
 # A code (sign, four of the exponent, three of the mantissa) is ready as a bfloat16 at these bits of each half of a word,
 # but for a factor of 2 ** 120 that makes up for the exponents' biases:
 READY = 0x87F087F0
-# The other pair has what is left over: its sign and last four bits come to their places four to the left, the rest to the right.
+# The other pair has what is left over: its sign and last four bits come to their places four to the left, the rest four to
+# the right.
 LEFT, RIGHT = 0x80F080F0, 0x07000700
 FACTOR = 0x7B80
 _HIGH = 0x44004400  # of both pairs, the highest bit of the exponent
@@ -94,6 +95,8 @@ def random(rng: np.random.Generator, depth: int, columns: int, deviation: float)
     """Weights with about this standard deviation; one scale for all. Arrays of the host."""
     words = rng.integers(0, 2**32, packed_shape(depth, columns), np.uint32)
     words &= np.uint32(~_HIGH & 0xFFFFFFFF)  # exponents below 8: no NaN, and at most 1.875
-    values = np.square([m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(8) for m in range(8)])
+    values = np.square(
+        [m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(8) for m in range(8)]
+    )
     scale = deviation / np.sqrt(values.mean())
     return Fp8Weights(words.view(np.int32), np.full(columns, scale, np.float32))

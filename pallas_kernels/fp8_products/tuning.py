@@ -7,19 +7,23 @@ import jax
 from pallas_kernels.fp8_products.packing import BYTES, TILE
 from pallas_kernels.support import num_sms, record_for
 
-SHARED = 200 * 1024  # bytes of an SM's shared memory for what is under way
-ROWS = (8, 16, 32, 64, 128, 256)  # that a block may have
+SHARED = 228 * 1024  # bytes of an SM's shared memory
+OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
+MOST_SPLIT = 512  # tokens times splits: the sums of parts go through memory in float32
+LARGER_BLOCKS = 1.2  # times as many products a second as blocks half as large, once there are enough of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What depends on the chip, and on how many tokens there are."""
+    """What depends on the chip, the shape of the weights and how many tokens there are."""
 
     rows: int  # tokens of a block
-    warpgroups: int = 1  # computing ones of a CTA, 64 columns each, sharing the tokens; as many as divide the columns
+    warpgroups: int = (
+        1  # computing ones of a CTA, 64 columns each, sharing the tokens; as many as divide the columns
+    )
     per_sm: int = 1  # CTAs of an SM
-    splits: int = 1  # of the depth, each a unit of work of its own; their sums are added up by XLA
-    deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide the depth
+    splits: int = 1  # of the depth, each a unit of work of its own; as many as divide the depth
+    deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     num_ctas: int | None = None
 
     def shape(self, across: int, deep: int) -> tuple[int, int, int, int]:
@@ -27,13 +31,13 @@ class Tuning:
 
         (Computing warpgroups of a CTA, splits, tiles along the depth of a step, steps under way.)
         """
-        wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
-        splits = max(n for n in range(1, self.splits + 1) if deep % n == 0)
+        wgs = _divisor(across, self.warpgroups)
+        splits = _divisor(deep, self.splits)
         deep //= splits
-        step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
+        step = _divisor(deep, self.deep)
         out = wgs * self.rows * TILE * (4 if splits > 1 else 2)
         of_step = step * (wgs * BYTES + self.rows * TILE * 2)
-        stages = (SHARED // self.per_sm - out) // of_step
+        stages = (SHARED // self.per_sm - OTHER - out) // of_step
         return wgs, splits, step, max(2, min(stages, deep // step + 1))
 
     def ctas(self) -> int:
@@ -41,11 +45,43 @@ class Tuning:
         return num_sms() * self.per_sm if self.num_ctas is None else self.num_ctas
 
 
-TUNING = {"9.0": Tuning(rows=8)}
+# By the tokens of a block, ascending. With few tokens the memory's pace counts: many loads under way, and bytes that become
+# bfloat16 in several warpgroups at once.
+TUNING = {
+    "9.0": (
+        Tuning(rows=8, per_sm=4),
+        Tuning(rows=16, per_sm=3),
+        Tuning(rows=32, per_sm=2),
+        Tuning(rows=64, per_sm=2, deep=2),
+        Tuning(rows=128, warpgroups=2, deep=2),
+        Tuning(rows=256, warpgroups=2, deep=1),
+    ),
+}
 
 
 def tuning_for(tokens: int, across: int, deep: int, device: jax.Device | None = None) -> Tuning:
     """For so many tokens and tiles of weights, on the device, by default the first."""
-    record = record_for(TUNING, device)
-    rows = next((n for n in ROWS if n >= tokens), ROWS[-1])
-    return dataclasses.replace(record, rows=rows)
+    records = record_for(TUNING, device)
+    large, largest = records[-2:]
+    record = next((r for r in records[:-1] if r.rows >= tokens), None)
+    if record is None:  # what takes less time, in rounds of units of work
+        rounds = [-(-_units(r, tokens, across) // r.ctas()) * r.rows for r in (large, largest)]
+        record = large if rounds[0] * LARGER_BLOCKS < rounds[1] else largest
+    splits = 1
+    while (
+        _units(record, tokens, across) * splits * 2 <= record.ctas()
+        and tokens * splits * 2 <= MOST_SPLIT
+        and deep % (splits * 2) == 0
+    ):
+        splits *= 2
+    return dataclasses.replace(record, splits=splits)
+
+
+def _units(record: Tuning, tokens: int, across: int) -> int:
+    """Units of work without splits."""
+    return -(-tokens // record.rows) * (across // _divisor(across, record.warpgroups))
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest up to `most`."""
+    return max(n for n in range(1, most + 1) if number % n == 0)

@@ -1,0 +1,113 @@
+"""Products with FP8 weights against XLA's with bfloat16 ones: all four of a dense layer, one after another.
+
+  python -m benchmarks.fp8_products                          the shapes of a few models, 1 to 8192 tokens, on one Hopper GPU
+  python -m benchmarks.fp8_products --model llama-3.1-8b --csv rows.csv
+
+Kernel times by the profiler, microseconds a layer, sums of parts included; the weights of several layers take turns, so none
+are in the L2. The floor is what is larger: the bytes of the FP8 weights at the roof, a large reduction measured in the same
+run, or the products at 800 TFLOP/s. `error`: of our result against XLA's with the same weights, norm over norm.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu_timing import kernels_of, read_roof
+from benchmarks.measured import add_options, measure_rows, of_model
+from benchmarks.shapes import SHAPES
+from models.config import ModelConfig
+from pallas_kernels import fp8_products as fp8
+
+MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-12b")
+TOKENS = (1, 4, 16, 32, 64, 128, 512, 2048, 8192)
+LEAST_BYTES = 256e6  # of the weights that take turns
+TENSOR_CORES = 800.0  # TFLOP/s
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A layer's products for so many tokens."""
+
+    model: str
+    tokens: int
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(depth, columns) of a dense layer's products."""
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    columns = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+    return {
+        "qkv": (hidden, columns),
+        "attn_out": (heads, hidden),
+        "gate_up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+
+
+@functools.cache
+def weights_of(depth: int, columns: int) -> tuple[list[fp8.Fp8Weights], list[jax.Array]]:
+    """Several in FP8, and as many in bfloat16."""
+    count = max(2, int(np.ceil(LEAST_BYTES / (depth * columns))))
+    drawn = fp8.random(np.random.default_rng(0), depth, columns, depth**-0.5)
+    packed = [fp8.Fp8Weights(*map(jnp.asarray, drawn))]
+    packed += [
+        fp8.Fp8Weights(jnp.roll(packed[0].codes, n, axis=0), packed[0].scales) for n in range(1, count)
+    ]
+    return packed, [widened(x) for x in packed]
+
+
+@jax.jit
+def widened(weights: fp8.Fp8Weights) -> jax.Array:
+    return (fp8.unpack(weights.codes).astype(jnp.float32) * weights.scales).astype(jnp.bfloat16)
+
+
+def products_us(product: Callable[..., jax.Array], x: jax.Array, weights: list[Any]) -> float:
+    """Time of one of the products of x with each of `weights`."""
+    run = jax.jit(lambda x, weights: [product(x, w) for w in weights])
+    return sum(map(sum, kernels_of(run, (x, weights)).values())) / len(weights)
+
+
+def measure(row: Row, roof: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"us": 0.0, "floor us": 0.0, "bfloat16 us": 0.0}
+    worst = 0.0
+    for name, (depth, columns) in matrices(SHAPES[row.model]).items():
+        packed, wide = weights_of(depth, columns)
+        x = jax.random.normal(jax.random.key(1), (row.tokens, depth), jnp.bfloat16)
+        result[name] = products_us(fp8.fp8_products, x, packed)
+        result["us"] += result[name]
+        result["bfloat16 us"] += products_us(jnp.matmul, x, wide)
+        result["floor us"] += max(
+            depth * columns / roof / 1e3, 2e-6 * row.tokens * depth * columns / TENSOR_CORES
+        )
+        ours, theirs = (
+            np.asarray(f(x, w[0]), np.float32) for f, w in ((fp8.fp8_products, packed), (jnp.matmul, wide))
+        )
+        worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
+    result |= {
+        "of floor": result["us"] / result["floor us"],
+        "times as fast": result["bfloat16 us"] / result["us"],
+    }
+    return result | {"error": worst}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    options = parser.parse_args(argv)
+    rows = [Row(model, tokens) for model in MODELS for tokens in TOKENS]
+    of_model(rows, options.model)
+    roof = 0.0 if options.list else read_roof()
+    print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
+    measure_rows(rows, functools.partial(measure, roof=roof), options)
+
+
+if __name__ == "__main__":
+    main()

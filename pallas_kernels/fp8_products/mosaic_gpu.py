@@ -1,0 +1,219 @@
+"""The products with FP8 weights for Hopper GPUs, in Pallas' Mosaic GPU.
+
+A warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the left operand of its matrix
+instructions, and the tokens of a block as the right one; so a block may have as few as 8 tokens, and nothing of what is
+unpacked goes through shared memory. One more warpgroup loads. A unit of work is a block's tokens times the columns of a
+CTA's warpgroups, over the whole depth or a part of it; the sums of parts are added up by XLA, with what follows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.expert_products.unpack_op import store_transposed
+from pallas_kernels.fp8_products import device_ops
+from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
+from pallas_kernels.fp8_products.tuning import Tuning
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+i32, f32 = jnp.int32, jnp.float32
+BAND = 8  # blocks of tokens
+LOADING = 40  # registers of the loading warpgroup, where the others need many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Config:
+    blocks: int  # of tokens
+    rows: int  # of a block
+    columns: int  # of the weights, as many as a CTA takes at once
+    warpgroups: int  # computing ones, a tile's columns each
+    splits: int  # of the depth
+    steps: int  # of a unit
+    deep_step: int  # tiles along the depth that one step loads
+    stages: int  # steps under way
+    num_ctas: int
+    interpreted: bool
+
+    @property
+    def units(self) -> int:
+        return self.blocks * self.columns * self.splits
+
+
+class _Unit:
+    """The n-th unit of a CTA."""
+
+    def __init__(self, cfg: _Config, n: Any) -> None:
+        number = n * cfg.num_ctas + lax.axis_index("cta")
+        # Those under way at a time have few blocks and few columns between them, so that the L2 holds what they read.
+        band = lax.div(number, i32(BAND * cfg.columns * cfg.splits)) * BAND
+        within = number - band * (cfg.columns * cfg.splits)
+        blocks = jnp.minimum(cfg.blocks - band, BAND)
+        rest = lax.div(within, blocks)
+        block = band + within - rest * blocks
+        self.column = lax.div(rest, i32(cfg.splits)) * cfg.warpgroups
+        self.split = lax.rem(rest, i32(cfg.splits))
+        self.row = pl.multiple_of(block * cfg.rows, cfg.rows)
+        self.first = self.split * cfg.steps * cfg.deep_step
+
+
+def fp8_products_mosaic_gpu(
+    x: jax.Array, weights: Fp8Weights, *, tuning: Tuning, interpret: Any = None
+) -> jax.Array:
+    """See `pallas_kernels.fp8_products.fp8_products`."""
+    tokens, depth = x.shape
+    if depth != weights.depth:
+        raise ValueError(f"tokens of {depth} numbers for weights of a depth of {weights.depth}")
+    x = jnp.pad(x, ((0, -tokens % tuning.rows), (0, 0)))
+    out = _call(x, weights.codes, weights.scales, tuning=tuning, interpret=interpret)
+    return out[:tokens] if out.ndim == 2 else out.sum(0)[:tokens].astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+def _call(x: jax.Array, codes: jax.Array, scales: jax.Array, *, tuning: Tuning, interpret: Any) -> jax.Array:
+    """[tokens, columns] in x's dtype, or f32[splits, tokens, columns] to be summed."""
+    across, deep = codes.shape[:2]
+    wgs, splits, deep_step, stages = tuning.shape(across, deep)
+    cfg = _Config(
+        blocks=x.shape[0] // tuning.rows, rows=tuning.rows, columns=across // wgs, warpgroups=wgs, splits=splits,
+        steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
+        interpreted=interpret is not None,
+    )  # fmt: skip
+    shape = (x.shape[0], across * TILE)
+    out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, x.dtype)
+
+    def fp8_products(*refs: Any) -> None:  # the name that profiles show
+        _kernel(cfg, x.dtype, *refs)
+
+    kernel = plgpu.kernel(
+        fp8_products,
+        out_type=out,
+        grid=(cfg.num_ctas,),
+        grid_names=("cta",),
+        num_threads=wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(x, codes, scales)
+
+
+def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, scales: Any, out: Any) -> None:
+    wgs = cfg.warpgroups
+
+    def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
+        wg = lax.axis_index("wg")
+        rounds = lax.div(cfg.units - lax.axis_index("cta") + (cfg.num_ctas - 1), i32(cfg.num_ctas))
+
+        # A block of many tokens has its sums in more registers than each warpgroup gets by default.
+        uneven = wgs > 1 and cfg.rows > 64
+
+        @pl.when(wg < wgs)
+        def _compute_all() -> None:
+            if uneven:
+                plgpu.set_max_registers((512 - LOADING) // wgs // 8 * 8, action="increase")
+            unpacked = spare[0].at[wg] if spare else None
+            _compute(cfg, wg, rounds, scales, out, x_s, codes_s, out_s.at[wg], unpacked, full, free)
+
+        @pl.when(wg == wgs)
+        def _load_all() -> None:
+            if uneven:
+                plgpu.set_max_registers(LOADING, action="decrease")
+            _load(cfg, rounds, x, codes, x_s, codes_s, full, free)
+
+    def tiled(width: int) -> Any:  # of rows of 128 bytes
+        return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+
+    out_width = 32 if cfg.splits > 1 else TILE
+    pl.run_scoped(
+        body,
+        plgpu.SMEM((cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(TILE)),
+        plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
+        plgpu.SMEM((wgs, cfg.rows, TILE), out.dtype, transforms=tiled(out_width)),
+        plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
+        *([plgpu.SMEM((wgs, TILE, TILE), dtype)] if cfg.interpreted else []),
+        collective_axes="wg",
+    )
+
+
+def _load(
+    cfg: _Config, rounds: Any, x: Any, codes: Any, x_s: Any, codes_s: Any, full: Any, free: Any
+) -> None:
+    """The loading warpgroup."""
+
+    def one_unit(n: Any, nothing: Any) -> None:
+        unit = _Unit(cfg, n)
+
+        def one_step(j: Any, nothing: Any) -> None:
+            before = n * cfg.steps + j
+            slot = lax.rem(before, i32(cfg.stages))
+
+            @pl.when(before >= cfg.stages)
+            def _() -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            deep = unit.first + j * cfg.deep_step
+            for wg in range(cfg.warpgroups):
+                held = codes.at[unit.column + wg, pl.ds(deep, cfg.deep_step)]
+                plgpu.copy_gmem_to_smem(held, codes_s.at[slot, wg], full.at[slot])
+            at = pl.ds(pl.multiple_of(deep * TILE, TILE), cfg.deep_step * TILE)
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot])
+
+        lax.fori_loop(0, cfg.steps, one_step, None)
+
+    lax.fori_loop(0, rounds, one_unit, None)
+    if cfg.interpreted:  # it wants every completion of a barrier to be seen
+        for slot in range(cfg.stages):
+            pl.when(rounds * cfg.steps > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+
+
+def _compute(
+    cfg: _Config,
+    wg: Any,
+    rounds: Any,
+    scales: Any,
+    out: Any,
+    x_s: Any,
+    codes_s: Any,
+    staged: Any,
+    unpacked: Any,  # shared memory of the interpreter's, or None
+    full: Any,
+    free: Any,
+) -> None:
+    """A computing warpgroup."""
+
+    def one_unit(n: Any, nothing: Any) -> None:
+        unit = _Unit(cfg, n)
+
+        def products(acc: Any) -> Any:
+            def one_step(j: Any, nothing: Any) -> None:
+                slot = lax.rem(n * cfg.steps + j, i32(cfg.stages))
+                plgpu.barrier_wait(full.at[slot])
+                for i in range(cfg.deep_step):
+                    given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
+                    plgpu.wgmma(acc, device_ops.unpack(codes_s.at[slot, wg, i], unpacked), given)
+                    plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot])
+
+            lax.fori_loop(0, cfg.steps, one_step, None)
+            return acc[...]
+
+        sums = pl.run_scoped(products, plgpu.ACC((TILE, cfg.rows), f32))
+        columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
+        factors = plgpu.load(scales.at[columns], layout=BY_ROW, optimized=False)
+        sums = sums * lax.broadcast_in_dim(factors, (TILE, cfg.rows), (0,))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store_transposed(sums.astype(out.dtype), staged, interpreted=cfg.interpreted)
+        plgpu.commit_smem()
+        to = out.at[unit.split] if cfg.splits > 1 else out
+        plgpu.copy_smem_to_gmem(staged, to.at[pl.ds(unit.row, cfg.rows), columns])
+
+    lax.fori_loop(0, rounds, one_unit, None)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,134 @@
+"""Products with FP8 weights on the CPU: packing, the reference, and the kernel under the interpreter."""
+
+import itertools
+from unittest import mock
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import fp8_products as fp8
+from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_mosaic_gpu
+from pallas_kernels.fp8_products.tuning import TUNING
+from tests.kernels.expert_cases import relative_error
+
+RNG = np.random.default_rng(0)
+
+
+def test_all_codes_come_back():
+    """Each of the 254 numbers and both zeros, at every place of a tile."""
+    numbers = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    codes = RNG.permuted(np.resize(numbers, (64, 64 * 254)), axis=1).view(jnp.float8_e4m3fn)
+    packed = fp8.pack(jnp.asarray(codes))
+    assert packed.shape == fp8.packed_shape(64, 64 * 254) == (254, 1, 32, 32)
+    np.testing.assert_array_equal(np.asarray(fp8.unpack(packed)).view(np.uint8), codes.view(np.uint8))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.floats(-30, 30))
+def test_quantised_weights_are_near(seed, exponent):
+    weights = np.random.default_rng(seed).standard_normal((128, 64)).astype(np.float32) * 2.0**exponent
+    weights[:, 3] = 0
+    found = fp8.quantise(jnp.asarray(weights))
+    back = np.asarray(fp8.unpack(found.codes).astype(jnp.float32)) * np.asarray(found.scales)
+    # Half of the last of four bits; below 2 ** -6 the numbers are as far apart as there.
+    largest = np.abs(weights).max(axis=0)
+    assert (np.abs(back - weights) <= np.abs(weights) / 15.9 + largest / 448 * 2.0**-9.9).all()
+    np.testing.assert_array_equal(
+        np.abs(back).max(axis=0), np.float32(448) * np.asarray(found.scales) * (largest > 0)
+    )
+
+
+def test_what_was_fp8_comes_back():
+    """Weights of e4m3 with a scale for each column, whose largest number is in use, quantised again: the same codes."""
+    codes = np.clip(RNG.standard_normal((64, 128)) * 100, -448, 448).astype(jnp.float8_e4m3fn)
+    codes[5] = 448
+    scales = RNG.uniform(1e-4, 1e-2, 128).astype(np.float32)
+    found = fp8.quantise(jnp.asarray(codes.astype(np.float32) * scales))
+    np.testing.assert_array_equal(np.asarray(fp8.unpack(found.codes)).view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_allclose(found.scales, scales, rtol=1e-6)
+
+
+def test_random_weights_have_the_deviation():
+    weights = fp8.random(RNG, 256, 128, 0.02)
+    values = np.asarray(fp8.unpack(jnp.asarray(weights.codes)).astype(jnp.float32)) * weights.scales
+    assert abs(values.std() / 0.02 - 1) < 0.02 and abs(values.mean()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "depth", "options"),
+    [
+        (5, 192, 128, {"rows": 8}),
+        (20, 64, 192, {"rows": 16, "deep": 1}),
+        (16, 192, 256, {"rows": 16, "splits": 2}),
+        (40, 256, 128, {"rows": 32, "warpgroups": 2}),
+        (9, 192, 384, {"rows": 8, "warpgroups": 3, "splits": 3, "per_sm": 2}),
+    ],
+    ids=["few tokens", "two blocks", "split", "warpgroups", "split, warpgroups"],
+)
+def test_kernel_in_the_interpreter(tokens, columns, depth, options):
+    x = RNG.standard_normal((tokens, depth)).astype(np.float32)
+    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
+    expected = fp8.fp8_products_reference(jnp.asarray(x), weights)
+    tuning = fp8.Tuning(num_ctas=2, **options)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = fp8_products_mosaic_gpu(jnp.asarray(x, jnp.float16), weights, tuning=tuning, interpret=interpret)
+    assert out.shape == (tokens, columns) and out.dtype == jnp.float16
+    assert relative_error(out, expected) < 2e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_what_is_not_supported():
+    with pytest.raises(NotImplementedError, match="FP8 weights of 96 x 64: the kernel takes multiples of 64"):
+        fp8.packed_shape(96, 64)
+    with pytest.raises(
+        NotImplementedError, match="tokens of float16 for FP8 weights: the kernel takes bfloat16"
+    ):
+        fp8.check_supported(jnp.float16)
+    with pytest.raises(NotImplementedError, match="platform cpu"):
+        fp8.check_supported(jnp.bfloat16)
+    with pytest.raises(ValueError, match="tokens of 128 numbers for weights of a depth of 64"):
+        weights = fp8.quantise(jnp.ones((64, 64)))
+        fp8_products_mosaic_gpu(jnp.ones((4, 128), jnp.bfloat16), weights, tuning=fp8.Tuning(rows=8))
+
+
+@settings(max_examples=200)
+@given(tokens=st.integers(1, 9000), across=st.integers(1, 500), deep=st.integers(1, 300))
+def test_tuning(tokens, across, deep):
+    """Of every shape: buffers that fit, work that is whole, and parts only where there is too little work."""
+    (records,) = TUNING.values()
+    with mock.patch.multiple(
+        "pallas_kernels.fp8_products.tuning", num_sms=lambda: 132, record_for=lambda *_: records
+    ):
+        tuning = fp8.tuning_for(tokens, across, deep)
+        wgs, splits, step, stages = tuning.shape(across, deep)
+        assert across % wgs == 0 and deep % (splits * step) == 0 and stages >= 2
+        assert splits == tuning.splits and (splits == 1 or tokens * splits <= 512)
+        buffers = stages * step * (wgs * 4096 + tuning.rows * 128) + wgs * tuning.rows * 64 * (
+            4 if splits > 1 else 2
+        )
+        assert tuning.per_sm * (buffers + 2048) <= 228 * 1024
+        assert tuning.rows >= min(tokens, 128) and tuning.rows <= max(2 * tokens, 8)
+        units = -(-tokens // tuning.rows) * (across // wgs)
+        assert splits == 1 or units * splits <= 132 * tuning.per_sm
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8, 11, 40])
+def test_units_are_all_different(blocks):
+    """Blocks, columns and splits, each combination once."""
+    cfg = _Config(
+        blocks=blocks, rows=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2, num_ctas=7,
+        interpreted=False,
+    )  # fmt: skip
+    numbers = jnp.arange(cfg.units)
+    with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):
+        unit = _Unit(cfg, numbers // 7)
+    found = set(
+        zip(*(np.asarray(x).tolist() for x in (unit.row, unit.column, unit.split, unit.first)), strict=True)
+    )
+    expected = itertools.product(range(0, 8 * blocks, 8), range(0, 10, 2), range(3))
+    assert found == {(row, column, split, 8 * split) for row, column, split in expected}

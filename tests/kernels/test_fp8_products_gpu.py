@@ -1,0 +1,52 @@
+"""The kernel for FP8 weights on a GPU, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fp8_products as fp8
+from tests.kernels.expert_cases import relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 32, 33, 64, 100, 128, 160, 512, 640, 2048, 3000])
+@pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
+def test_products(tokens, depth, columns):
+    rng = np.random.default_rng(tokens)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((depth, columns), np.float32) * depth**-0.5))
+    x = jnp.asarray(rng.standard_normal((tokens, depth), np.float32), jnp.bfloat16)
+    expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
+    out = jax.jit(fp8.fp8_products)(x, weights)
+    assert out.shape == (tokens, columns) and out.dtype == jnp.bfloat16
+    assert relative_error(out, expected) < 3e-3
+    np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
+
+
+def test_every_code():
+    """All numbers of e4m3 times one, the denormal ones included, are exact."""
+    numbers = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    codes = np.resize(numbers, (64, 256)).view(jnp.float8_e4m3fn)
+    weights = fp8.Fp8Weights(fp8.pack(jnp.asarray(codes)), jnp.ones(256))
+    out = fp8.fp8_products(jnp.eye(64, dtype=jnp.bfloat16), weights)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), codes.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        fp8.Tuning(rows=8, per_sm=2, splits=4),
+        fp8.Tuning(rows=16, warpgroups=3, splits=2),
+        fp8.Tuning(rows=64, warpgroups=4, deep=1),
+        fp8.Tuning(rows=128, warpgroups=2, splits=2, num_ctas=3),
+        fp8.Tuning(rows=256, warpgroups=2, deep=1, num_ctas=5),
+    ],
+    ids=["splits", "three warpgroups", "four warpgroups", "few CTAs", "large blocks"],
+)
+def test_tunings(tuning):
+    rng = np.random.default_rng(0)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, 768), np.float32)))
+    x = jnp.asarray(rng.standard_normal((300, 1024), np.float32), jnp.bfloat16)
+    expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
+    assert relative_error(fp8.fp8_products(x, weights, tuning=tuning), expected) < 3e-3
