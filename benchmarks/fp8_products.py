@@ -55,7 +55,7 @@ def weights_of(depth: int, columns: int) -> tuple[list[fp8.Fp8Weights], list[jax
     """Several in FP8, and as many in bfloat16."""
     count = max(2, int(np.ceil(LEAST_BYTES / (depth * columns))))
     drawn = fp8.random(np.random.default_rng(0), depth, columns, depth**-0.5)
-    packed = [fp8.Fp8Weights(*map(jnp.asarray, drawn))]
+    packed = [drawn]
     packed += [
         fp8.Fp8Weights(jnp.roll(packed[0].codes, n, axis=0), packed[0].scales) for n in range(1, count)
     ]

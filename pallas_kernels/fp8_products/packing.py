@@ -92,11 +92,11 @@ def unpack(packed: jax.Array) -> jax.Array:
 
 
 def random(rng: np.random.Generator, depth: int, columns: int, deviation: float) -> Fp8Weights:
-    """Weights with about this standard deviation; one scale for all. Arrays of the host."""
+    """Weights with about this standard deviation; one scale for all."""
     words = rng.integers(0, 2**32, packed_shape(depth, columns), np.uint32)
     words &= np.uint32(~_HIGH & 0xFFFFFFFF)  # exponents below 8: no NaN, and at most 1.875
     values = np.square(
         [m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(8) for m in range(8)]
     )
     scale = deviation / np.sqrt(values.mean())
-    return Fp8Weights(words.view(np.int32), np.full(columns, scale, np.float32))
+    return Fp8Weights(jnp.asarray(words.view(np.int32)), jnp.full(columns, scale, jnp.float32))
