@@ -10,6 +10,8 @@ from tests.kernels.expert_cases import relative_error
 
 pytestmark = pytest.mark.gpu
 
+ROUNDING = 2.0**-8  # to bfloat16, of the largest result
+
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 32, 33, 64, 100, 128, 160, 512, 640, 2048, 3000])
 @pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
@@ -20,7 +22,7 @@ def test_products(tokens, depth, columns):
     expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
     out = jax.jit(fp8.fp8_products)(x, weights)
     assert out.shape == (tokens, columns) and out.dtype == jnp.bfloat16
-    assert relative_error(out, expected) < 3e-3
+    assert relative_error(out, expected) < ROUNDING
     np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
 
 
@@ -39,7 +41,7 @@ def test_every_code():
         fp8.Tuning(rows=8, per_sm=2, splits=4),
         fp8.Tuning(rows=16, warpgroups=3, splits=2),
         fp8.Tuning(rows=64, warpgroups=4, deep=1),
-        fp8.Tuning(rows=128, warpgroups=2, splits=2, num_ctas=3),
+        fp8.Tuning(rows=128, warpgroups=2, splits=2, deep=2, num_ctas=3),
         fp8.Tuning(rows=256, warpgroups=2, deep=1, num_ctas=5),
     ],
     ids=["splits", "three warpgroups", "four warpgroups", "few CTAs", "large blocks"],
@@ -49,4 +51,4 @@ def test_tunings(tuning):
     weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, 768), np.float32)))
     x = jnp.asarray(rng.standard_normal((300, 1024), np.float32), jnp.bfloat16)
     expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
-    assert relative_error(fp8.fp8_products(x, weights, tuning=tuning), expected) < 3e-3
+    assert relative_error(fp8.fp8_products(x, weights, tuning=tuning), expected) < ROUNDING
