@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from models.config import ModelConfig
+from models.fp8_weights import values_at
 
 VALUES = 16  # of the key projection and of the first norm of every layer
 # Relative differences of the layer that differs most. Keys: below the first, rounding to 16 or 8 bits; below the second, to
@@ -44,13 +45,20 @@ def weights_identity(params: Any, config: ModelConfig) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     E, K, D = config.hidden_size, config.num_kv_heads, config.head_dim
     rows, heads, columns = (rng.integers(most, size=VALUES) for most in (E, K, D))
-    key, norm = config.group_size, rng.integers(E, size=VALUES)
-    keys = [layer["qkv"][rows, heads, key, columns] for layer in params["layers"]]
+    norm = rng.integers(E, size=VALUES)
+    keys = [_keys(layer["qkv"], rows, heads, columns, config) for layer in params["layers"]]
     norms = [layer["attn_norm"][norm] for layer in params["layers"]]
     met = [layer["attn_norm"][rows] for layer in params["layers"]]
     products = [_wide(k) * (_wide(n) + config.norm_offset) for k, n in zip(keys, met, strict=True)]
     found = {"keys": keys, "norms": norms, "products": products}
     return {name: [_digits(x) for x in values] for name, values in found.items()}
+
+
+def _keys(qkv: Any, rows: np.ndarray, heads: np.ndarray, columns: np.ndarray, config: ModelConfig) -> Any:
+    key, shape = config.group_size, (config.num_kv_heads, config.group_size + 2, config.head_dim)
+    if config.weights_fp8:
+        return values_at(qkv, rows, np.ravel_multi_index((heads, np.full_like(heads, key), columns), shape))
+    return qkv[rows, heads, key, columns]
 
 
 def tokenizer_identity(tokenizer: Encoder) -> dict[str, Any]:

@@ -78,6 +78,9 @@ class GGUFFile:
         mxfp4 = self._tensors[name].tensor_type == GGMLQuantizationType.MXFP4
         return mxfp4 and name.endswith("_exps.weight")
 
+    def in_fp8(self, name: str) -> None:
+        """Never: GGUF files have no such weights."""
+
     def shapes_of(self, name: str) -> tuple[int, ...]:
         """Shape [out, in] of one tensor."""
         return tuple(int(n) for n in reversed(self._tensors[name].shape))

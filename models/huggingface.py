@@ -114,6 +114,9 @@ class HuggingFaceDirectory:
         """Never of one tensor: blocks and scales are two here."""
         return False
 
+    def in_fp8(self, name: str) -> None:
+        """Never: `models.quantised` reads these."""
+
     def tokenizer(self) -> Tokenizer:
         """The fast tokenizer of the directory, exactly as its tokenizer.json says."""
         if not (self.path / "tokenizer.json").is_file():

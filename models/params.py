@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
 
 Params = dict[str, Any]  # {"embed", "final_norm", ("lm_head",) "layers": tuple of dicts}, see `param_specs`
@@ -27,16 +29,30 @@ class ParamSpec:
     """One parameter. `axes` names the logical axis of every dimension; `fan_in` None: a norm's weight.
 
     `packed`: int32, MXFP4 as from `expert_products.mxfp4.pack`, whatever the dtype of the others.
+    `fp8`: not an array of this shape but `fp8_products.Fp8Weights` of a matrix with as many columns as fit.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     fan_in: int | None
     packed: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(depth, columns) of weights that tokens are multiplied with: the first axes are what is summed over."""
+        assert self.fan_in is not None
+        return self.fan_in, math.prod(self.shape) // self.fan_in
+
+    @property
+    def of_columns(self) -> tuple[int, ...]:
+        """The shape with the axes that are summed over of one element each."""
+        axes = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == self.fan_in)
+        return (1,) * axes + self.shape[axes:]
 
 
 def _is_spec(x: Any) -> bool:
@@ -60,10 +76,11 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     """
     E, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     N, K, G = config.num_heads, config.num_kv_heads, config.group_size
+    product = partial(ParamSpec, fp8=config.weights_fp8)
     specs = {
         "attn_norm": ParamSpec((E,), ("embed",), None),
-        "qkv": ParamSpec((E, K, G + 2, D), ("embed", "kv_heads", None, "head_dim"), E),
-        "attn_out": ParamSpec((N, D, E), ("heads", "head_dim", "embed"), N * D),
+        "qkv": product((E, K, G + 2, D), ("embed", "kv_heads", None, "head_dim"), E),
+        "attn_out": product((N, D, E), ("heads", "head_dim", "embed"), N * D),
         "mlp_norm": ParamSpec((E,), ("embed",), None),
     }
     if config.has_experts(layer):
@@ -87,8 +104,8 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
             }
     else:
         specs |= {
-            "gate_up": ParamSpec((E, 2, F), ("embed", None, "mlp"), E),
-            "down": ParamSpec((F, E), ("mlp", "embed"), F),
+            "gate_up": product((E, 2, F), ("embed", None, "mlp"), E),
+            "down": product((F, E), ("mlp", "embed"), F),
         }
     if config.qkv_bias:
         specs["qkv_bias"] = ParamSpec((K, G + 2, D), ("kv_heads", None, "head_dim"), E)
@@ -117,11 +134,16 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """The tree of `jax.ShapeDtypeStruct`."""
-    return map_specs(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.int32 if spec.packed else dtype),
-        param_specs(config),
-    )
+    """The tree of `jax.ShapeDtypeStruct`. Raises NotImplementedError for shapes that FP8 weights cannot have."""
+
+    def abstract(spec: ParamSpec) -> Any:
+        if spec.fp8:
+            shapes = ((fp8.packed_shape(*spec.matrix), jnp.int32), (spec.matrix[1:], jnp.float32))
+            codes_and_scales: Any = (jax.ShapeDtypeStruct(*x) for x in shapes)
+            return fp8.Fp8Weights(*codes_and_scales)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.int32 if spec.packed else dtype)
+
+    return map_specs(abstract, param_specs(config))
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -130,18 +152,24 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
+def param_bytes(config: ModelConfig, dtype: DTypeLike) -> int:
+    """Memory of the parameters."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract_params(config, dtype)))
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Random weights: normal with standard deviation fan_in^-0.5; norms multiply by one."""
     # NumPy draws the numbers: JAX would compile a program for every shape, seconds for a model of milliseconds.
     seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
     rng = np.random.default_rng(seed)
 
-    def init(spec: ParamSpec) -> jax.Array:
-        if spec.packed:
-            assert spec.fan_in is not None
-            return jnp.asarray(mxfp4.random(rng, spec.shape, spec.fan_in**-0.5))
+    def init(spec: ParamSpec) -> Any:
         if spec.fan_in is None:
             return jnp.asarray(np.full(spec.shape, 1.0 - config.norm_offset, dtype))
+        if spec.packed:
+            return jnp.asarray(mxfp4.random(rng, spec.shape, spec.fan_in**-0.5))
+        if spec.fp8:
+            return jax.tree.map(jnp.asarray, fp8.random(rng, *spec.matrix, spec.fan_in**-0.5))
         return jnp.asarray((rng.standard_normal(spec.shape, np.float32) * spec.fan_in**-0.5).astype(dtype))
 
     return map_specs(init, param_specs(config))

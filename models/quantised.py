@@ -24,6 +24,7 @@ class _Stored(NamedTuple):
     shape: tuple[int, int]  # [out, in]
     parts: tuple[str | None, ...]
     read: Callable[[], np.ndarray]
+    in_fp8: Callable[[], tuple[np.ndarray, np.ndarray] | None] = lambda: None
 
 
 class _Misfit(Exception):
@@ -72,6 +73,10 @@ class DequantisedTensors:
     def in_mxfp4(self, name: str) -> bool:
         """Never."""
         return False
+
+    def in_fp8(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Codes and scales of e4m3 with one scale for each output, or for all."""
+        return self._stored[name].in_fp8() if name in self._stored else None
 
     def _tensor(self, name: str) -> np.ndarray:
         tensor = self._source.read(name)
@@ -134,14 +139,24 @@ class DequantisedTensors:
         (block,) = fitting
         zero = self._optional(f"{weight}_zero_point", given)
 
-        def read() -> np.ndarray:
+        def codes() -> np.ndarray:
             codes = self._tensor(weight)
             if codes.dtype.itemsize != 1:
                 raise self._error(f"{weight}: stored as {codes.dtype}, expected 8 bits beside {scale}")
-            zeros = self._tensor(zero).reshape(found) if zero else None
-            return dequantise.of_blocks(codes, self._tensor(scale).reshape(found), block, zeros)
+            return codes
 
-        return _Stored(shape, (weight, scale, zero), read)
+        def read() -> np.ndarray:
+            zeros = self._tensor(zero).reshape(found) if zero else None
+            return dequantise.of_blocks(codes(), self._tensor(scale).reshape(found), block, zeros)
+
+        def in_fp8() -> tuple[np.ndarray, np.ndarray] | None:
+            if found[1] != 1 or block[0] not in (1, shape[0]) or zero:
+                return None
+            scales = np.broadcast_to(self._tensor(scale).reshape(found), (shape[0], 1))[:, 0]
+            stored = codes()
+            return (stored, scales.astype(np.float32)) if stored.dtype == "float8_e4m3fn" else None
+
+        return _Stored(shape, (weight, scale, zero), read, in_fp8)
 
     def _of_packed(self, module: str) -> _Stored:
         words, scale, said = self._parts(module, "weight_packed", "weight_scale", "weight_shape")

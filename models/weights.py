@@ -12,11 +12,13 @@ from jax.typing import DTypeLike
 from rich.progress import track
 
 from models.config import ModelConfig
+from models.fp8_weights import packed, quantised
 from models.mxfp4 import BLOCK, Mxfp4, dequantize_into
 from models.packed_experts import pack_leaf
 from models.params import Params, ParamSpec, param_specs
 from models.sharding import param_shardings, rules_for
 from models.weight_names import is_ignored, leaf_names, text_name
+from pallas_kernels.fp8_products import Fp8Weights
 
 
 class WeightMismatchError(ValueError):
@@ -37,6 +39,10 @@ class TensorSource(Protocol):
 
     def in_mxfp4(self, name: str) -> bool:
         """Whether `read` gives Mxfp4."""
+        ...
+
+    def in_fp8(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """(codes f8e4m3fn[out, in], scales f32[out]) of a weight that is stored so; None of any other."""
         ...
 
 
@@ -79,19 +85,22 @@ def _parts(config: ModelConfig) -> dict[str, _Part]:
         scales = (X, rows, columns // BLOCK)
         return _Part(((*scales, BLOCK // 2), scales), place)
 
+    def attn_out(leaf: np.ndarray, tensor: np.ndarray) -> None:
+        leaf[...] = tensor.T.reshape(leaf.shape)
+
     every = slice(None)
     return {
         "embed": part((V, E), (...,), lambda x: x),
         "norm": part((E,), (...,), lambda x: x),
         "lm_head": part((V, E), (...,), lambda x: x.T),
-        "q": part((N * D, E), (every, every, slice(0, G)), lambda x: x.T.reshape(E, K, G, D)),
-        "k": part((K * D, E), (every, every, G), lambda x: x.T.reshape(E, K, D)),
-        "v": part((K * D, E), (every, every, G + 1), lambda x: x.T.reshape(E, K, D)),
+        "q": part((N * D, E), (every, every, slice(0, G)), lambda x: x.T.reshape(-1, K, G, D)),
+        "k": part((K * D, E), (every, every, G), lambda x: x.T.reshape(-1, K, D)),
+        "v": part((K * D, E), (every, every, G + 1), lambda x: x.T.reshape(-1, K, D)),
         "q_bias": part((N * D,), (every, slice(0, G)), lambda x: x.reshape(K, G, D)),
         "k_bias": part((K * D,), (every, G), lambda x: x.reshape(K, D)),
         "v_bias": part((K * D,), (every, G + 1), lambda x: x.reshape(K, D)),
         "head_norm": part((D,), (...,), lambda x: x),
-        "o": part((E, N * D), (...,), lambda x: x.T.reshape(N, D, E)),
+        "o": _Part(((E, N * D),), attn_out),
         "o_bias": part((E,), (...,), lambda x: x),
         "gate": part((F, E), (every, 0), lambda x: x.T),
         "up": part((F, E), (every, 1), lambda x: x.T),
@@ -165,6 +174,23 @@ def _in_mxfp4(*tensors: Any) -> Mxfp4:
     return tensors[0] if len(tensors) == 1 else Mxfp4(*tensors)
 
 
+def _in_fp8(source: TensorSource, pieces: Mapping[str, _Part], spec: ParamSpec) -> Fp8Weights:
+    """A leaf of tensors, by name: their own codes and scales where these are of that kind, else the nearest."""
+    stored = [source.in_fp8(name) for name in pieces]
+    own = [x for x in stored if x is not None]
+    if len(own) == len(stored):
+        codes, scales = np.empty(spec.shape, own[0][0].dtype), np.empty(spec.of_columns, np.float32)
+        for part, (of_part, its_scales) in zip(pieces.values(), own, strict=True):
+            part.place(codes, of_part)
+            part.place(scales, its_scales[:, None])
+        return packed(codes, scales, spec)
+    tensors = [np.asarray(source.read(name)) for name in pieces]
+    leaf = np.empty(spec.shape, np.result_type(*tensors))  # rounded once, not to the parameters' dtype before
+    for part, tensor in zip(pieces.values(), tensors, strict=True):
+        part.place(leaf, tensor)
+    return quantised(leaf, spec)
+
+
 def experts_in_mxfp4(source: TensorSource, config: ModelConfig, style: str) -> bool:
     """Whether a checkpoint has the weights of all experts in MXFP4."""
     names_here = _names_here(source)
@@ -194,7 +220,8 @@ def assemble_params(
     Args:
       style: whose tensor names the source has, "huggingface" or "gguf".
       mesh: over which every leaf is spread as soon as it is read (`models.sharding.rules_for`); None: the first device.
-      dtype: dtype of all parameters but experts in MXFP4, if the configuration says that they are (`experts_mxfp4`).
+      dtype: dtype of all parameters but experts in MXFP4 and weights in FP8, if the configuration says that they are
+        (`experts_mxfp4`, `weights_fp8`).
 
     Raises:
       WeightMismatchError: before anything is read, when names or shapes do not fit.
@@ -206,13 +233,17 @@ def assemble_params(
     names = leaf_names(config, style, names_here)
     specs = param_specs(config)
     places = None if mesh is None else param_shardings(config, mesh, rules_for(config, mesh.size))
-    flat: dict[tuple[str, int | None], jax.Array] = {}
+    flat: dict[tuple[str, int | None], Any] = {}
     items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
     for (leaf_name, layer), pieces in items:
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
         if spec.packed:
             held = [_in_mxfp4(*(source.read(names_here[name]) for name in piece.names)) for piece in pieces]
             flat[leaf_name, layer] = pack_leaf(held, spec.shape)
+            continue
+        if spec.fp8:
+            of_leaf = {names_here[name]: parts[part] for (name,), part, _ in pieces}
+            flat[leaf_name, layer] = _in_fp8(source, of_leaf, spec)
             continue
         leaf = np.empty(spec.shape, dtype)
         for tensors, part, expert in pieces:

@@ -32,6 +32,9 @@ class Tensors:
     def in_mxfp4(self, name):
         return False
 
+    def in_fp8(self, name):
+        return None
+
 
 def random_tensors(config):
     """A Hugging Face checkpoint with random weights for a configuration."""

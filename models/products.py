@@ -1,0 +1,47 @@
+"""Products of tokens with the weights of a layer, which are floats or in FP8: the one place that decides what runs."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import fp8_products as fp8
+from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.support import check_one_device
+
+log = logging.getLogger("tangram")
+
+
+def product(
+    x: Float[Array, "T depth"], weights: Array | Fp8Weights, columns: tuple[int, ...]
+) -> Float[Array, "T ..."]:
+    """Tokens times a matrix: [T, *columns], in the dtype of x.
+
+    `weights`: floats, [..., *columns] of `depth` rows in any number of axes; or that matrix in FP8, which a kernel
+    multiplies on a Hopper GPU, elsewhere XLA operations.
+    """
+    if isinstance(weights, Fp8Weights):
+        multiply = fp8.fp8_products if _has_kernel(x, weights) else fp8.fp8_products_reference
+        return multiply(x, weights).reshape(-1, *columns)
+    # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
+    return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
+
+
+def _has_kernel(x: Array, weights: Fp8Weights) -> bool:
+    try:
+        check_one_device(weights.codes)
+        fp8.check_supported(x.dtype)
+    except NotImplementedError as reason:
+        if jax.default_backend() == "gpu":
+            _warn(str(reason))
+        return False
+    return True
+
+
+@cache  # once, not for every product of every program
+def _warn(reason: str) -> None:
+    log.warning("FP8 weights are unpacked for every product, many times slower: %s", reason)
