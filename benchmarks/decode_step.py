@@ -5,6 +5,7 @@
   python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
   python -m benchmarks.decode_step --devices 2     over two GPUs, against the time of reading at twice the roof
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
+  python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -27,6 +28,7 @@ import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
+from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages
@@ -45,7 +47,7 @@ def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, devices: int = 1) -> Any:
-    """bfloat16 weights, and experts in MXFP4, made on the device, or spread over several."""
+    """bfloat16 weights, experts in MXFP4 and weights in FP8, made on the device, or spread over several."""
     keys = iter(jax.random.split(jax.random.key(0), 24 * config.num_layers + 16))
 
     @partial(jax.jit, static_argnums=1)  # compiled once for each shape
@@ -58,7 +60,9 @@ def random_weights(config: ModelConfig, devices: int = 1) -> Any:
         words = jax.random.bits(key, shape, jnp.uint32).at[..., mxfp4.ROWS - 1, :].set(scales)
         return jax.lax.bitcast_convert_type(words, jnp.int32)
 
-    def draw(spec: ParamSpec) -> jax.Array:
+    def draw(spec: ParamSpec) -> Any:
+        if spec.fp8:
+            return quantised(normal(next(keys), spec.shape), spec)
         return (packed if spec.packed else normal)(next(keys), spec.shape)
 
     specs = param_specs(config)
@@ -140,6 +144,7 @@ def measure(
         "batch": batch,
         "tokens": tokens,
         "retention": retention,
+        "weights": "fp8" if config.weights_fp8 else "bfloat16",
         "pages": "bytes" if byte_pages.is_bytes(dtype) else jnp.dtype(dtype).name,
         "ms": round(took * 1e3, 3),
         "floor_ms": round(floor * 1e3, 3),
@@ -193,11 +198,13 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
+    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
-    config = SHAPES[args.shape]
-    config = first_layers(config, args.layers)
+    config = first_layers(SHAPES[args.shape], args.layers)
+    if args.fp8:
+        config = with_fp8_weights(config)
     roof = read_roof() * 1e9
     print(
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import decode_step, shapes
 from models.config import ModelConfig
+from models.fp8_weights import with_fp8_weights
 from models.registry import LoadedModel
 from pallas_kernels import byte_pages
 from serve.args import ServeConfig
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--retention", type=float, default=0.25)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
@@ -184,6 +186,8 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
+    if args.fp8:
+        config = with_fp8_weights(config)
     longest = args.context + most_tokens(args)
     if longest > config.max_positions:
         parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")

@@ -31,6 +31,7 @@ from benchmarks.decode_step import first_layers, ragged
 from benchmarks.gpu_timing import temporary_bytes
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
+from models.fp8_weights import with_fp8_weights
 from models.params import abstract_params
 from pallas_kernels import byte_pages, support
 from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
@@ -165,6 +166,7 @@ def main() -> None:
     )
     parser.add_argument("--scorer", default="expected_attention")
     parser.add_argument("--bytes", action="store_true", help="pages of bytes")
+    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # for everything but the program, also where there is a GPU
@@ -172,6 +174,8 @@ def main() -> None:
         program = compiled_sampling(args.decode, GREEDY if args.sampling == "greedy" else FULL)
     else:
         config = first_layers(SHAPES[args.shape], args.layers)
+        if args.fp8:
+            config = with_fp8_weights(config)
         dtype = byte_pages.DTYPE if args.bytes else jnp.bfloat16
         program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype)
     listed = kernels(program.as_text())

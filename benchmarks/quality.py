@@ -3,6 +3,7 @@
   python -m benchmarks.quality                       the default model with its shipped profile
   python -m benchmarks.quality --needle-only         only the needle question
   python -m benchmarks.quality --bytes               full KV and per-head budgets in float32, and the same in bytes
+  python -m benchmarks.quality --fp8                 the same with the model's weights in float32, and in FP8
   python -m benchmarks.quality --profile FILE --scorer NAME --samples 60 --chunk 256
 
 Text: a context (1,536 tokens) is prefilled in chunks and compressed as it goes, as serving does it (where no head keeps
@@ -165,8 +166,16 @@ class Setup:
         self.cache = tj.reserve(self.plan, self.cache, jnp.int32(0), jnp.int32(self.count), jnp.int32(tail))
 
 
-def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argparse.Namespace) -> list[Setup]:
-    """Full KV, then per-head budgets and uniform ones of the same size, for each asked form of the profile."""
+def make_setups(
+    model: LoadedModel,
+    profile: tj.BudgetProfile,
+    arguments: argparse.Namespace,
+    in_fp8: LoadedModel | None = None,
+) -> list[Setup]:
+    """Full KV, then per-head budgets and uniform ones of the same size, for each asked form of the profile.
+
+    Instead of uniform ones the same in bytes, or with the weights of the model `in_fp8`.
+    """
     scorer = tj.get_scorer(arguments.scorer)
     longest = max(arguments.context + arguments.continuation, arguments.needle_tokens) + arguments.chunk
     shape = (profile.num_layers, profile.num_kv_heads)
@@ -178,8 +187,12 @@ def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argpar
         )  # fmt: skip
         return Setup(label, plan, scorer, model.config, model.params, longest, arguments.chunk)
 
-    def in_bytes(floats: Setup) -> Setup:
-        return replace(floats, label=f"{floats.label}, in bytes", dtype=jnp.uint8, against=floats, results={})
+    def other(floats: Setup) -> Setup:
+        changes: dict[str, Any] = {"label": f"{floats.label}, in bytes", "dtype": jnp.uint8}
+        if in_fp8:
+            changes = {"params": in_fp8.params, "config": in_fp8.config}
+            changes["label"] = f"{floats.label}, weights in FP8"
+        return replace(floats, against=floats, results={}, **changes)
 
     setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]
     forms = {
@@ -188,14 +201,16 @@ def make_setups(model: LoadedModel, profile: tj.BudgetProfile, arguments: argpar
     }
     for name, form in list(forms.items())[: 1 + arguments.margin]:
         per_head = setup(f"per-head, {name}", form)
-        if arguments.bytes:
+        if arguments.bytes or in_fp8:
             setups += [per_head]
             continue
         same = per_head.plan.entries(arguments.context) / (arguments.context * form.budgets.size)
         uniform = setup(f"uniform, {same:.3f}", tj.BudgetProfile.uniform(*shape, same))
         per_head.against = uniform
         setups += [uniform, per_head]
-    return [form for x in setups for form in (x, in_bytes(x))] if arguments.bytes else setups
+    if not (arguments.bytes or in_fp8):
+        return setups
+    return [form for x in setups for form in (x, other(x))]
 
 
 def measure_text(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
@@ -328,7 +343,11 @@ def parser() -> argparse.ArgumentParser:
         "--retention", type=float, help="normalise the profile to this retention instead of its own"
     )
     out.add_argument("--margin", action="store_true", help="also the budgets as calibrated, margin included")
-    out.add_argument("--bytes", action="store_true", help="compare caches of bytes with those of float32")
+    compared = out.add_mutually_exclusive_group()
+    compared.add_argument(
+        "--bytes", action="store_true", help="compare caches of bytes with those of float32"
+    )
+    compared.add_argument("--fp8", action="store_true", help="compare weights in FP8 with those of float32")
     out.add_argument("--samples", type=int, default=40)
     out.add_argument("--context", type=int, default=1536)
     out.add_argument("--continuation", type=int, default=256)
@@ -354,7 +373,8 @@ def main() -> int:
     if arguments.retention:
         profile = replace(profile, retention=arguments.retention)
     model = load_model(arguments.model)
-    setups = make_setups(model, profile, arguments)
+    in_fp8 = load_model(arguments.model, quantization="fp8") if arguments.fp8 else None
+    setups = make_setups(model, profile, arguments, in_fp8)
     parts = [] if arguments.needle_only else [measure_text]
     parts += [measure_needles] if arguments.needles else []
     for measure in parts:

@@ -79,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seed", type=int, default=0, help="which samples are drawn")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     out.add_argument(
+        "--quantization", choices=("fp8",), help="of the weights, where they do not fit in memory otherwise"
+    )
+    out.add_argument(
         "--heads-per-page",
         type=int,
         default=argparse.SUPPRESS,
@@ -113,13 +116,19 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         from models.registry import load_model  # after the options are known to be good
 
         model = load_model(
-            arguments.model, dtype=arguments.dtype, overrides=arguments.hf_overrides, keep_mxfp4=True
+            arguments.model,
+            dtype=arguments.dtype,
+            overrides=arguments.hf_overrides,
+            keep_mxfp4=True,
+            quantization=arguments.quantization,
         )
         limit = model.config.max_positions
         if arguments.sample_tokens > limit:
             raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")
         size, seed = arguments.sample_tokens, arguments.seed
         recorded: dict[str, Any] = {"tokenizer": tokenizer_identity(model.tokenizer)}
+        if arguments.quantization:
+            recorded["quantization"] = arguments.quantization
         if own is not None:
             samples, heldout = own.samples(model.tokenizer, arguments.samples, arguments.heldout, size, seed)
             recorded["texts"] = own.provenance

@@ -89,7 +89,7 @@ def calibrate(
         "rope": rope_record(config),
         "method": scorer.name,
         "method_options": dataclasses.asdict(scorer),  # type: ignore[call-overload]
-        "dtype": str(jax.tree.leaves(params)[0].dtype),
+        "dtype": str(params["embed"].dtype),
         "samples": len(samples),
         "sample_tokens": lengths.pop(),
         "sample_kinds": dict(sorted(Counter(sample.kind for sample in samples).items())),

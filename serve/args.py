@@ -16,6 +16,7 @@ Division = Literal["equal", "split_map", "uniform"]
 DIVISIONS = get_args(Division)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -44,6 +45,7 @@ class ServeConfig:
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     hf_overrides: Mapping[str, Any] | None = None  # fields that replace those of the model's config.json
     dtype: str = "auto"
+    quantization: str | None = None  # of the weights as they are loaded; None: as --dtype says
     kv_cache_dtype: str = "auto"  # as the model's, or int8
     max_model_len: int | None = None  # tokens; None: the model's
     seed: int = 0
@@ -130,8 +132,9 @@ class ServeConfig:
         return faults
 
     def _choice_faults(self) -> list[str]:
-        choices = (
+        choices: tuple[tuple[str, str | None, Sequence[str]], ...] = (
             ("--dtype", self.dtype, DTYPES),
+            ("--quantization", self.quantization, QUANTIZATIONS),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
             ("--cluster", self.cluster, CLUSTERS),
             ("--decode-division", self.decode_division, DIVISIONS),
@@ -145,12 +148,14 @@ class ServeConfig:
         def instead(value: str, known: Sequence[str]) -> str:
             if known is KV_CACHE_DTYPES and value.startswith("fp8"):
                 return "int8, as large and more exact: every key and value has a scale of its own"
+            if known is QUANTIZATIONS:
+                return "fp8, or leave it out: how a checkpoint is quantised itself is found without it"
             return f"one of {', '.join(known)}"
 
         return [
             f"{flag} is '{value}': write {instead(value, known)}"
             for flag, value, known in choices
-            if value not in known
+            if value is not None and value not in known
         ]
 
     def _joint_faults(self) -> list[str]:
@@ -198,6 +203,7 @@ class ServeConfig:
             )
         if self.tensor_parallel_size > 1:
             for flag, there in (
+                ("--quantization", self.quantization is not None),
                 ("--kv-offloading-size", self.kv_offloading_size > 0),
                 ("--drift-interval", self.drift_interval > 0),
                 ("--cluster model", self.cluster == "model"),

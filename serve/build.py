@@ -88,6 +88,7 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
         progress=progress,
         overrides=config.hf_overrides,
         keep_mxfp4=True,
+        quantization=config.quantization,
         mesh=tensor_mesh(devices) if devices > 1 else None,
     )
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
@@ -233,10 +234,11 @@ def build_engine(
         f" ({plan.rings.layers} of them with a window of {plan.rings.window} tokens)" if plan.rings else ""
     )
     each = f" on each of {devices} devices" if parallel else ""
+    in_fp8 = ", weights in FP8" if shape.weights_fp8 else ""
     in_bytes = " of 8-bit keys and values" if byte_pages.is_bytes(stores) else ""
     summary = (
-        f"{model.name}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} groups of "
-        f"{plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
+        f"{model.name}{in_fp8}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} "
+        f"groups of {plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}{each}; "
         f"{batching.max_num_seqs} requests at once, {stored} stored"
     )

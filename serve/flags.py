@@ -49,6 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {default.dtype})")
     model.add_argument(
+        "--quantization",
+        "-q",
+        help="fp8: the weights of the layers' dense products become FP8 as they are loaded, half of bfloat16's memory, read "
+        "as they are by a Hopper GPU (elsewhere slower than without)",
+    )
+    model.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest prompt plus generation, in tokens"
     )
     model.add_argument("--seed", type=int, help="of requests that bring none (default 0)")

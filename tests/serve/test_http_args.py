@@ -28,7 +28,7 @@ def test_all_flags(tmp_path):
         f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
         "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
-        "--kv-cache-dtype int8 --generation-config vllm --allowed-origins https://a.org http://b:3000 "
+        "--kv-cache-dtype int8 --generation-config vllm --quantization fp8 --allowed-origins https://a.org http://b:3000 "
         "--tool-call-parser mistral --reasoning-parser none --max-retention 0.75 --decode-division split_map "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
     )
@@ -39,7 +39,7 @@ def test_all_flags(tmp_path):
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
         api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
         kv_cache_dtype="int8", generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
-        max_retention=0.75, decode_division="split_map",
+        max_retention=0.75, decode_division="split_map", quantization="fp8",
         allowed_origins=("https://a.org", "http://b:3000"),
         hf_overrides={"rope_scaling": {"factor": 4.0}},
     )  # fmt: skip
@@ -83,6 +83,14 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--allowed-origins example.org", "write a scheme and a host without a path, e.g. https"),
         ("--hf-overrides {x}", "'{x}' is not JSON: Expecting property name"),
         ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),
+        (
+            "--quantization int4",
+            "--quantization is 'int4': write fp8, or leave it out: how a checkpoint is quantised",
+        ),
+        (
+            "-q fp8 -tp 2",
+            "--quantization works on one device, not with --tensor-parallel-size: leave one out",
+        ),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
         (
             "--kv-cache-dtype fp8_e4m3",

@@ -1,0 +1,336 @@
+"""Models with FP8 weights: they compute what their weights stand for, and these are the nearest to what is loaded."""
+
+import json
+import logging
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+
+from benchmarks.gpu_program import as_on_hopper
+from calibrate.identity import compare_weights, weights_identity
+from models import products
+from models.config import UnsupportedModelError
+from models.fp8_weights import dequantised, in_floats, in_fp8, quantised, values_at, with_fp8_weights
+from models.params import ParamSpec, abstract_params, init_params, num_parameters, param_bytes, param_specs
+from models.products import product
+from models.quantisation import CHANNELS, WHOLE, Quantisation
+from models.quantised import DequantisedTensors
+from models.registry import load_model
+from models.sharding import ShardingError, pad_heads, param_shardings, tensor_mesh
+from models.testing import (
+    random_params,
+    tiny_config,
+    tiny_gemma2_config,
+    tiny_gemma_config,
+    tiny_gpt_oss_config,
+    tiny_tokenizer,
+)
+from models.weights import assemble_params
+from pallas_kernels import fp8_products as fp8
+from tests.models.checkpoints import Tensors, random_tensors
+from tests.models.gguf_files import logits_of, write_gguf
+from tests.models.quantised_files import blocks, write_safetensors
+from tests.models.quantised_models import compressed, scheme
+
+CONFIG = tiny_config(num_layers=2)
+CONFIGS = {
+    "llama": CONFIG,
+    "biases and a head": CONFIG.replace(qkv_bias=True, tie_embeddings=False),
+    "gemma 2": tiny_gemma2_config(num_layers=2, sliding_layers=(0,)),
+    "gemma 3": tiny_gemma_config(num_layers=3, sliding_layers=(0, 1)),
+    "gpt-oss": tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,)),
+    "experts": CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,)),
+}
+PRODUCTS = ("qkv", "attn_out", "gate_up", "down")
+HOW = Quantisation(method="fp8", blocks=((32, 32), CHANNELS, WHOLE))
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()) and x.dtype == y.dtype, a, b))
+
+
+def with_whole_scales(params):
+    """With scales that are powers of two, which change no rounding wherever they are multiplied."""
+    layers = [
+        {
+            name: leaf._replace(scales=jnp.exp2(jnp.round(jnp.log2(leaf.scales))))
+            if isinstance(leaf, fp8.Fp8Weights)
+            else leaf
+            for name, leaf in layer.items()
+        }
+        for layer in params["layers"]
+    ]
+    return params | {"layers": tuple(layers)}
+
+
+# --- what they compute ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["biases and a head", "gemma 2", "experts"])
+def test_logits_are_those_of_the_weights_that_they_stand_for(kind):
+    params, config = in_fp8(random_params(CONFIGS[kind], 0), CONFIGS[kind])
+    assert any(isinstance(leaf, fp8.Fp8Weights) for leaf in params["layers"][0].values())
+    params = with_whole_scales(params)
+    floats, plain = in_floats(params, config)
+    assert plain == CONFIGS[kind]
+    np.testing.assert_array_equal(logits_of(params, config), logits_of(floats, plain))
+
+
+def test_logits_are_near_those_of_the_model():
+    """Codes are off by up to 1/16, by 2.6% in the root of the mean square: after 16 products by four times as much."""
+    params = init_params(tiny_config(), jax.random.key(0))  # its attention does not make small errors large
+    want = np.asarray(logits_of(params, tiny_config()))
+    got = np.asarray(logits_of(*in_fp8(params, tiny_config())))
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0.05 < error < 0.15
+
+
+@hypothesis.given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.1, 1.0, 3.0])
+)
+@hypothesis.settings(max_examples=20)
+def test_products_are_within_half_a_code_of_every_weight(seed, size, spread):
+    """Half a step of the last of four bits, or of the smallest codes where a weight is tiny beside its column's largest."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    # Far from even, and a column of zeros.
+    w = (size * rng.lognormal(0, spread, (64, 64)) * rng.choice([-1, 1], (64, 64))).astype(np.float32)
+    w[:, 7] = 0
+    weights = quantised(w.reshape(64, 2, 32), ParamSpec((64, 2, 32), (None,) * 3, 64))
+    got = np.asarray(product(x, weights, (2, 32))).reshape(3, 64)
+    off = np.abs(w) / 16 + np.asarray(weights.scales) / 1024
+    most = np.abs(x) @ off + 1e-5 * (np.abs(x) @ np.abs(w))
+    assert (np.abs(got - x.astype(np.float64) @ w) <= most).all()
+    assert (got[:, 7] == 0).all()
+
+
+def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
+    """And what it has none for is said once."""
+    asked = []
+    monkeypatch.setattr(
+        fp8, "fp8_products", lambda *given: asked.append(given) or fp8.fp8_products_reference(*given)
+    )
+    products._warn.cache_clear()
+    params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
+    with as_on_hopper():
+        jax.eval_shape(lambda params: logits_of(params, config.replace(name="traced for a GPU")), params)
+        depths = [x.shape[1] for x, _ in asked]
+        assert depths == [
+            CONFIG.hidden_size,
+            128,
+            CONFIG.hidden_size,
+            CONFIG.intermediate_size,
+        ]  # of all layers alike
+        assert not caplog.records
+        for dtype in (jnp.float32, jnp.float32, jnp.float16):
+            product(jnp.ones((2, 64), dtype), params["layers"][0]["qkv"], (256,))
+    assert len(asked) == 4
+    slower = "FP8 weights are unpacked for every product, many times slower: "
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{slower}tokens of {dtype} for FP8 weights: the kernel takes bfloat16"
+        for dtype in ("float32", "float16")
+    ]
+
+
+def test_a_cpu_says_nothing(caplog):
+    product(jnp.ones((2, 64)), quantised(jnp.ones((64, 64)), ParamSpec((64, 64), (None,) * 2, 64)), (64,))
+    assert not caplog.records
+
+
+# --- what is loaded ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loaded_leaf_by_leaf(kind):
+    source, config = Tensors(random_tensors(CONFIGS[kind])), with_fp8_weights(CONFIGS[kind])
+    params = assemble_params(source, config, "float32", progress=False)
+    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params) == abstract_params(
+        config, "float32"
+    )
+    floats = assemble_params(source, CONFIGS[kind], "float32", progress=False)
+    assert same(params, in_fp8(floats, CONFIGS[kind])[0])
+    for layer, spec in zip(params["layers"], param_specs(config)["layers"], strict=True):
+        for name in set(PRODUCTS) & layer.keys():
+            weights = layer[name]
+            whole = fp8.quantise(np.asarray(dequantised(weights, spec[name])).reshape(spec[name].matrix))
+            assert same(weights.codes, whole.codes)  # each column's largest is the largest code
+
+
+def test_codes_do_not_depend_on_the_dtype_of_the_others():
+    """They are rounded once: numbers of a checkpoint in float32 do not become bfloat16 before, and those in bfloat16 can."""
+    config = with_fp8_weights(CONFIG)
+    tensors = random_tensors(CONFIG)
+    rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
+    found = []
+    for given, dtype in ((tensors, "float32"), (tensors, "bfloat16"), (rounded, "float32")):
+        layers = assemble_params(Tensors(given), config, dtype, progress=False)["layers"]
+        found.append([layer[name] for layer in layers for name in PRODUCTS])
+    assert same(found[0], found[1]) and not same(found[0], found[2])
+
+
+FORMS = {
+    "channels": lambda module, weight: blocks(module, weight, (1, None)),
+    "channels, scales of 16 bits": lambda module, weight: blocks(module, weight, (1, None), scale_dtype=ml_dtypes.bfloat16),
+    "whole": lambda module, weight: blocks(module, weight, (None, None)),
+    "blocks": lambda module, weight: blocks(module, weight, (32, 32)),
+    "other floats": lambda module, weight: blocks(module, weight, (1, None), dtype=ml_dtypes.float8_e5m2),
+    "one in bfloat16": lambda module, weight: (
+        ({f"{module}.weight": weight.astype(ml_dtypes.bfloat16)}, weight.astype(ml_dtypes.bfloat16))
+        if "k_proj" in module
+        else blocks(module, weight, (1, None))
+    ),
+}  # fmt: skip
+OWN = ("channels", "channels, scales of 16 bits", "whole")
+
+
+def stored_in_fp8(form):
+    """(the tensors of a checkpoint in FP8, those of what they stand for)"""
+    stored, dense = {}, {}
+    for name, x in random_tensors(CONFIG).items():
+        stored[name] = dense[name] = x
+        if name.endswith("proj.weight"):
+            tensors, dense[name] = FORMS[form](name.removesuffix(".weight"), x)
+            stored |= tensors
+    return stored, dense
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_in_fp8(form):
+    """Codes and scales stay as they are where each output has one; others become the nearest to what they stand for."""
+    stored, dense = stored_in_fp8(form)
+    config = with_fp8_weights(CONFIG)
+    params = assemble_params(
+        DequantisedTensors(Tensors(stored), HOW, config), config, "bfloat16", progress=False
+    )
+    plain = assemble_params(Tensors(dense), CONFIG, "float32", progress=False)
+    specs = param_specs(config)["layers"]
+    for number, (layer, spec) in enumerate(zip(params["layers"], specs, strict=True)):
+        for name in PRODUCTS:
+            wanted = plain["layers"][number][name]
+            if form in OWN:
+                np.testing.assert_array_equal(dequantised(layer[name], spec[name]), wanted)
+            elif name == "qkv" or form != "one in bfloat16":
+                assert same(layer[name], quantised(wanted, spec[name]))
+        for leaf, key, part in (
+            ("attn_out", "self_attn.o_proj", np.s_[:]),
+            ("down", "mlp.down_proj", np.s_[:]),
+            ("gate_up", "mlp.up_proj", np.s_[CONFIG.intermediate_size :]),
+        ):
+            tensor = f"model.layers.{number}.{key}.weight"
+            own = np.asarray(fp8.unpack(layer[leaf].codes))[:, part].view(np.uint8)
+            assert np.array_equal(own, stored[tensor].T.view(np.uint8)) == (form in (*OWN, "one in bfloat16"))
+            if form in OWN:
+                scales = stored[f"{tensor}_scale"].astype(np.float32)[:, 0]
+                np.testing.assert_array_equal(layer[leaf].scales[part], np.broadcast_to(scales, own.shape[1]))
+
+
+def write_directory(path, tensors, **more):
+    names = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    contents = names | {
+        "architectures": ["LlamaForCausalLM"], "head_dim": 16, "num_hidden_layers": 2, "vocab_size": CONFIG.vocab_size,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(contents | more))
+    tiny_tokenizer().save(str(path))
+    write_safetensors(path / "model.safetensors", tensors)
+    return path
+
+
+def test_from_a_directory(tmp_path):
+    directory = write_directory(tmp_path, random_tensors(CONFIG))
+    plain = load_model(directory, progress=False)
+    found = load_model(directory, progress=False, quantization="fp8")
+    assert found.config == plain.config.replace(weights_fp8=True)
+    assert same(found.params, in_fp8(plain.params, plain.config)[0])
+
+
+def test_the_log_says_how_much_memory_they_take(tmp_path, caplog):
+    stored, _ = stored_in_fp8("channels")
+    scales = compressed("float-quantized", scheme("channel"))
+    directory = write_directory(tmp_path, stored, quantization_config=scales)
+    with caplog.at_level(logging.WARNING, "tangram"):
+        found = load_model(directory, dtype="bfloat16", progress=False, quantization="fp8")
+    (message,) = [record.getMessage() for record in caplog.records]
+    size = sum(x.nbytes for x in jax.tree.leaves(found.params))
+    assert size == param_bytes(found.config, "bfloat16") < 0.6 * param_bytes(CONFIG, "bfloat16")
+    assert message == (
+        "The weights, quantised by compressed-tensors, become FP8, or bfloat16, as they are read: "
+        f"{size / 1e9:.3g} GB"
+    )
+
+
+def test_the_conversion_cache_knows_them_apart(tmp_path, cache, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", Tensors(random_tensors(CONFIG)), CONFIG)
+    found = {kind: load_model(path, progress=False, quantization=kind) for kind in (None, "fp8")}
+    assert len(list((cache / "converted").iterdir())) == 2
+    assert found["fp8"].config == found[None].config.replace(weights_fp8=True)
+    assert same(found["fp8"].params, in_fp8(found[None].params, found[None].config)[0])
+    monkeypatch.setattr("models.gguf.GGUFFile.__init__", lambda *args: pytest.fail("converted again"))
+    for kind, model in found.items():
+        again = load_model(path, progress=False, quantization=kind)
+        assert again.config == model.config and same(again.params, model.params)
+
+
+# --- what cannot be ------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_are_no_multiples_of_64():
+    config = CONFIG.replace(intermediate_size=96, head_dim=6)
+    with pytest.raises(UnsupportedModelError) as refused:
+        with_fp8_weights(config)
+    assert str(refused.value) == (
+        "the weights of tiny cannot be in FP8: qkv is 64 x 96, attn_out is 48 x 64, down is 96 x 64, expected multiples of "
+        "64. Load them without quantization"
+    )
+
+
+def test_other_kinds_and_meshes_are_refused():
+    with pytest.raises(ValueError, match="quantization must be one of fp8, or None, got 'int4'"):
+        load_model("any", quantization="int4")
+    with pytest.raises(ValueError, match="quantization fp8 is for one device: leave it or the mesh out"):
+        load_model("any", quantization="fp8", mesh=tensor_mesh(1))
+    params, config = in_fp8(random_params(CONFIG), CONFIG)
+    message = "tiny has FP8 weights, which are for one device: load it without quantization"
+    with pytest.raises(ShardingError, match=message):
+        param_shardings(config, AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Auto,)))
+    with pytest.raises(ShardingError, match=message):
+        pad_heads(params, config, 16, 8)
+
+
+# --- what they are -------------------------------------------------------------------------------------------------------
+
+
+def test_random_weights_have_the_deviation_of_others():
+    config = with_fp8_weights(CONFIG)
+    assert num_parameters(config) == num_parameters(CONFIG)
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params) == abstract_params(
+        config, jnp.bfloat16
+    )
+    for name, spec in param_specs(config)["layers"][1].items():
+        if spec.fp8:
+            deviation = np.asarray(dequantised(params["layers"][1][name], spec)).std()
+            assert 0.9 < deviation * spec.fan_in**0.5 < 1.1
+
+
+def test_single_values():
+    spec = ParamSpec((192, 2, 64), (None,) * 3, 192)
+    weights = quantised(np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32), spec)
+    rows, columns = np.divmod(np.arange(0, 192 * 128, 97), 128)
+    floats = np.asarray(dequantised(weights, spec)).reshape(192, 128)
+    np.testing.assert_array_equal(values_at(weights, rows, columns), floats[rows, columns])
+
+
+def test_they_are_the_model_that_they_were():
+    """A profile that was measured on floats is taken for them, and the other way round."""
+    plain, (params, config) = random_params(CONFIG), in_fp8(random_params(CONFIG), CONFIG)
+    then, now = weights_identity(plain, CONFIG), weights_identity(params, config)
+    assert now == weights_identity(*in_floats(params, config))
+    sameness, difference = compare_weights(then, now)
+    assert sameness in ("same", "quantised") and 0.01 < difference < 0.06
