@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
+from models import products
 from models.testing import random_params, tiny_gpt_oss_config
 from tangram_jax import gpu_attention
 
@@ -26,10 +27,19 @@ PLACES = {  # what the message of each begins with
     "rings": "Writing rings " + SLOWER,
     "append": "Appending " + SLOWER,
     "experts": "Experts are multiplied one after another, many times slower: ",
+    "products": "FP8 weights are unpacked for every product, many times slower: ",
 }
 NAMES = (f"traced {number}" for number in itertools.count())
 ATTENTION = ("decode", "history", "window")
-ALL = (*ATTENTION, "scores", "keep", "rings", "append", "experts")  # but "chunk": what cuDNN does it does
+ALL = (
+    *ATTENTION,
+    "scores",
+    "keep",
+    "rings",
+    "append",
+    "experts",
+    "products",
+)  # but "chunk": what cuDNN does it does
 
 
 def cudnn(q, k, v, **_):
@@ -55,6 +65,7 @@ def said(caplog, monkeypatch, *, dtype=jnp.bfloat16, page_size=16, mesh=None, **
     decode = tj.Decode(np.zeros(2, np.int32), np.zeros(2, np.int32))
     step = functools.partial(tj.step, config=config, plan=plan, scorer=tj.get_scorer("snapkv"))
     monkeypatch.setattr(gpu_attention, "cudnn_attention", cudnn)
+    products._warn.cache_clear()
     caplog.clear()
     jax.eval_shape(lambda params, cache: step(params, cache=cache, chunk=chunk, decode=decode), *given)
     found: dict[str, set[str]] = {}
@@ -67,11 +78,11 @@ def said(caplog, monkeypatch, *, dtype=jnp.bfloat16, page_size=16, mesh=None, **
 
 FEATURES = {
     "float32": (
-        {"dtype": jnp.float32},
+        {"dtype": jnp.float32, "weights_fp8": True},
         {"decode": "queries of float32 with a pool of float32", "chunk": "queries of float32 over a pool of float32"}
         | {"scores": "queries, candidates and tail of float32"}
         | dict.fromkeys(("keep", "rings", "append"), "entries of float32")
-        | {"experts": "experts of float32"},
+        | {"experts": "experts of float32", "products": "tokens of float32 for FP8 weights"},
     ),
     "pages of 8": ({"page_size": 8}, dict.fromkeys(ATTENTION, "page size 8: the kernel has (16,")),
     "heads of 80": (
@@ -106,15 +117,18 @@ def test_generations_without_kernels_are_named(capability, caplog, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     reason = f"compute capability {capability}: the kernels run on 9.0 (Hopper)"
-    check(said(caplog, monkeypatch), dict.fromkeys(ALL, reason))
+    check(said(caplog, monkeypatch, weights_fp8=True), dict.fromkeys(ALL, reason))
 
 
 def test_a_mesh_is_named(caplog, monkeypatch):
     mesh = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with as_on_hopper():
-        check(said(caplog, monkeypatch, mesh=mesh), dict.fromkeys(ALL, "a cache on a mesh of 2 devices"))
+        check(
+            said(caplog, monkeypatch, mesh=mesh, weights_fp8=True),
+            dict.fromkeys(ALL, "a cache on a mesh of 2 devices"),
+        )
 
 
 def test_a_cpu_says_nothing(caplog, monkeypatch):
     """There XLA operations are no surprise."""
-    assert said(caplog, monkeypatch) == {}
+    assert said(caplog, monkeypatch, weights_fp8=True) == {}

@@ -11,6 +11,7 @@ import pytest
 
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
+from models.fp8_weights import in_fp8
 from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from pallas_kernels import chunk_prefill, keep, ragged_decode
 from tangram_jax import gpu_attention
@@ -75,6 +76,18 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
         assert kernels(text) == 2  # attention, appending
         assert "stablehlo.while" not in text
     assert not caplog.records  # nothing was left to XLA with a warning
+
+
+def test_products_with_fp8_weights_lower(hopper, caplog):
+    pytest.importorskip("pallas_kernels.fp8_products.mosaic_gpu")
+    params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)
+    cache = tj.init_cache(plan, config, num_pages=64, max_requests=4, max_tokens=256, dtype=jnp.bfloat16)
+    rows = dict(rows=np.zeros(8, np.int32), tokens=np.zeros(8, np.int32))
+    text = lowered(lambda params, cache: tj.decode_step(params, config, plan, cache, **rows), params, cache)
+    assert kernels(text) == 2 + 4  # attention, appending, and the four products
+    assert "stablehlo.while" not in text
+    assert not caplog.records
 
 
 def trace_step(config, dtype=jnp.bfloat16) -> None:

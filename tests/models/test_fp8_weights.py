@@ -33,7 +33,7 @@ from models.testing import (
 )
 from models.weights import assemble_params
 from pallas_kernels import fp8_products as fp8
-from tests.models.checkpoints import Tensors, random_tensors
+from tests.models.checkpoints import Tensors, in_mxfp4, random_tensors
 from tests.models.gguf_files import logits_of, write_gguf
 from tests.models.quantised_files import blocks, write_safetensors
 from tests.models.quantised_models import compressed, scheme
@@ -172,6 +172,19 @@ def test_codes_do_not_depend_on_the_dtype_of_the_others():
         layers = assemble_params(Tensors(given), config, dtype, progress=False)["layers"]
         found.append([layer[name] for layer in layers for name in PRODUCTS])
     assert same(found[0], found[1]) and not same(found[0], found[2])
+
+
+def test_beside_experts_in_mxfp4():
+    plain = tiny_gpt_oss_config(num_layers=1, sliding_layers=(), sliding_window=None, expert_size=128)
+    config = with_fp8_weights(plain.replace(experts_mxfp4=True))
+    source = Tensors(in_mxfp4(random_tensors(plain))[0])
+    params = assemble_params(source, config, "bfloat16", progress=False)
+    expected = abstract_params(config, "bfloat16")
+    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params) == expected
+    assert [params["layers"][0][name].dtype for name in ("expert_down", "router")] == [
+        jnp.int32,
+        jnp.bfloat16,
+    ]
 
 
 FORMS = {
