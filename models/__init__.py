@@ -1,7 +1,7 @@
 """Architectures as pure functions that take attention as an argument; configurations; weight loading.
 
-Knows nothing of caches, and of ours imports `pallas_kernels` alone: a mixture's experts are multiplied by a kernel, and its
-packed weights lie as the kernel reads them.
+Knows nothing of caches, and of ours imports `pallas_kernels` alone: a mixture's experts and weights in FP8 are multiplied by
+kernels, and packed weights lie as these read them.
 """
 
 import os

@@ -79,7 +79,6 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
 
 
 def test_products_with_fp8_weights_lower(hopper, caplog):
-    pytest.importorskip("pallas_kernels.fp8_products.mosaic_gpu")
     params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)
     cache = tj.init_cache(plan, config, num_pages=64, max_requests=4, max_tokens=256, dtype=jnp.bfloat16)
