@@ -1,6 +1,7 @@
 """Tangram-JAX: a KV cache with a calibrated budget for every attention head, as pure functions."""
 
 from tangram_jax.cache import Cache, fork, init_cache, release, reserve, rollback, set_budgets, trim
+from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan, split_map
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
@@ -14,6 +15,7 @@ __all__ = [
     "CachePlan",
     "Chunk",
     "Decode",
+    "Packed",
     "SlidingLayers",
     "TensorParallel",
     "decode_step",

@@ -23,6 +23,7 @@ from models.config import ModelConfig
 from models.params import Params
 from models.sharding import AxisRules, param_shardings, rules_for, share, tensor_mesh
 from tangram_jax.cache import POOL_AXES, Cache, init_cache
+from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
 from tangram_jax.step import Chunk, Decode, step
@@ -98,7 +99,7 @@ class TensorParallel:
         params: Params,
         scorer: Scorer,
         cache: Cache,
-        chunk: Chunk | list[Chunk] | None,
+        chunk: Chunk | Packed | list[Chunk] | None,
         decode: Decode | None,
         *,
         all_logits: bool = False,

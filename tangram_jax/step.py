@@ -14,17 +14,10 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from tangram_jax.cache import Cache
+from tangram_jax.packed import Packed, PackedLayers, Places
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
-from tangram_jax.step_layers import ChunkLayers, DecodeLayers
-
-
-class Chunk(NamedTuple):
-    """The next tokens of one row. Arrays of the host or the device."""
-
-    row: Any  # i32[]; a number of no row makes an empty chunk
-    tokens: Any  # i32[T], padded
-    valid: Any  # i32[]: how many are, at least 1
+from tangram_jax.step_layers import Chunk, ChunkLayers, DecodeLayers
 
 
 class Decode(NamedTuple):
@@ -40,7 +33,7 @@ def step(
     plan: CachePlan,
     scorer: Scorer,
     cache: Cache,
-    chunk: Chunk | list[Chunk] | None,
+    chunk: Chunk | Packed | list[Chunk] | None,
     decode: Decode | None,
     *,
     all_logits: bool = False,
@@ -48,10 +41,16 @@ def step(
     """Run chunks of one or several rows, a batch of decode tokens, or both, and update the cache.
 
     Returns (logits f32[R, V], cache): the logits after each chunk's last valid token first (with `all_logits` those of
-    all T tokens of each), then those of the B decode tokens. The rows' pages must be reserved; no row may be there twice.
+    all T tokens of each), then those of the B decode tokens; those of an empty chunk or slot mean nothing. The rows'
+    pages must be reserved; no row may be there twice. Raises ValueError on nothing to run, and on `all_logits` of packed
+    chunks.
     """
-    chunks = [chunk] if isinstance(chunk, Chunk) else chunk or []
-    chunks = [part._replace(row=_or_none(part.row, cache)) for part in chunks]
+    if isinstance(chunk, Packed) and all_logits:
+        raise ValueError(
+            "of packed chunks only the last logits are there: run them apart, as a list of chunks"
+        )
+    chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
+    chunks = [_placed(part, cache) for part in chunks]
     if decode:
         decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens))
     # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
@@ -62,7 +61,12 @@ def step(
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
-    of_chunks = [ChunkLayers(plan, config, scorer, cache, part, dtype) for part in chunks]
+    of_chunks = [
+        PackedLayers(plan, config, scorer, cache, part, dtype)
+        if isinstance(part, Packed)
+        else ChunkLayers(plan, config, scorer, cache, part, dtype)
+        for part in chunks
+    ]
     of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=alone) if decode else None
 
     def attend(
@@ -79,7 +83,7 @@ def step(
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, there=there)
     kept = [part.kept for part in of_chunks]
     new = of_decode.new if of_decode else []
-    # The write must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
+    # The writes must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
     kept, new, logits = lax.optimization_barrier((kept, new, logits))
     for part, what in zip(of_chunks, kept, strict=True):
         cache = part.write(cache, what)
@@ -135,16 +139,32 @@ def _or_none(rows: Any, cache: Cache) -> jax.Array:
     return jnp.where((rows >= 0) & (rows < cache.num_rows), rows, cache.num_rows)
 
 
+def _placed(chunk: Chunk | Packed, cache: Cache) -> Chunk | Packed:
+    if isinstance(chunk, Packed):
+        return Packed(_or_none(chunk.rows, cache), jnp.asarray(chunk.tokens), jnp.asarray(chunk.counts))
+    return chunk._replace(row=_or_none(chunk.row, cache))
+
+
 def _flatten(
-    cache: Cache, chunks: list[Chunk], decode: Decode | None, all_logits: bool
+    cache: Cache, chunks: list[Chunk | Packed], decode: Decode | None, all_logits: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Flat tokens, their true positions, the rows whose logits are wanted, and which tokens are no padding."""
     before = cache.tokens + cache.tail
-    tokens, positions, logits_at, there = [], [], [], []
+    tokens: list[Any] = []
+    positions: list[Any] = []
+    logits_at: list[Any] = []
+    there: list[Any] = []
     start = 0
     for chunk in chunks:
         at = np.arange(chunk.tokens.shape[0])
         tokens.append(chunk.tokens)
+        if isinstance(chunk, Packed):
+            places = Places(chunk, cache)
+            positions.append(places.positions)
+            logits_at.append(start + places.last)
+            there.append(places.there)
+            start += len(at)
+            continue
         positions.append(before.at[chunk.row].get(mode="fill", fill_value=0) + at)
         logits_at.append(start + (at if all_logits else jnp.asarray(chunk.valid - 1)[None]))
         there.append(at < chunk.valid)

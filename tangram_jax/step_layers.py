@@ -5,7 +5,7 @@ writes come at the end of the step (`ChunkLayers.write`, `DecodeLayers.append`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from tangram_jax.pages import StepPages
 from tangram_jax.plan import CachePlan
 from tangram_jax.rings import RingChunk, row_rings, visible_pages, with_history
 from tangram_jax.scorers import Scorer
+
+
+class Chunk(NamedTuple):
+    """The next tokens of one row. Arrays of the host or the device."""
+
+    row: Any  # i32[]; a number of no row makes an empty chunk
+    tokens: Any  # i32[T], padded
+    valid: Any  # i32[]: how many are, at least 1
 
 
 class _Layers:
@@ -63,9 +71,9 @@ class ChunkLayers(_Layers):
     """The layers of a chunk."""
 
     def __init__(
-        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, cache: Cache, chunk: Any, dtype: Any
+        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, cache: Cache, chunk: Chunk, dtype: Any
     ) -> None:
-        """`chunk`: row i32[], tokens i32[T], valid i32[]; `dtype` of the activations."""
+        """`dtype` of the activations."""
         super().__init__(plan, config, cache)
         row, self._size = jnp.asarray(chunk.row), chunk.tokens.shape[0]
         shape = (self._size, *self._heads)
@@ -82,14 +90,19 @@ class ChunkLayers(_Layers):
             self._window_attention = WindowAttention(
                 shape, dtype, rings.window, self._rings.before, cache.pool, self._logits
             )
-        self.kept: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each layer
+        self._layers: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each
+
+    @property
+    def kept(self) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+        """What `write` is to be given: all that it would read from a pool that others may have written to."""
+        return self._tail, self._layers
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
     ) -> jax.Array:
         """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` [K, G]: see `models.sinks`."""
         k, v = self._finite(k), self._finite(v)
-        self.kept.append((k, v))
+        self._layers.append((k, v))
         number = self._window_number(layer)
         if number is not None:
             assert self._plan.rings is not None
@@ -102,13 +115,14 @@ class ChunkLayers(_Layers):
             self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
         return out
 
-    def write(self, cache: Cache, kept: Sequence[tuple[jax.Array, jax.Array]]) -> Cache:
-        """What the chunk leaves, from `kept` of all layers."""
-        full, sliding = self._by_kind(kept)
+    def write(self, cache: Cache, kept: tuple[jax.Array, Sequence[tuple[jax.Array, jax.Array]]]) -> Cache:
+        """What the chunk leaves, from `kept`."""
+        tail, layers = kept
+        full, sliding = self._by_kind(layers)
         with jax.named_scope("keep"):
             order = select(self._plan, cache, self._what, self._scores.result())
             keys, values = [k for k, _ in full], [v for _, v in full]
-            cache = write(self._plan, cache, self._what, order, self._tail, keys, values)
+            cache = write(self._plan, cache, self._what, order, tail, keys, values)
         # After the others: they take the tail, which was read from the pool, and no write may come before that read.
         if sliding:
             keys, values = [k for k, _ in sliding], [v for _, v in sliding]
