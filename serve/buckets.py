@@ -1,12 +1,33 @@
 """The shapes that exist: all programs are compiled for them at start-up."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 CHUNKS = (32, 128, 512, 2048, 8192)
+# Of these, tokens of several chunks in one step. Longer ones keep a GPU busy alone.
+PACKED = (128, 512)
+# Chunks in such a step. Each has attention, scores and writes of its own: four take twice as long to compile as one.
+PLACES = 4
 # Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
 MOST_SCORED = 512
+
+
+class Shape(NamedTuple):
+    """The shape of a program."""
+
+    chunk: int | None  # token slots
+    places: int = 1  # chunks in them
+    slots: int | None = None  # decode slots
+    scores: bool = False  # every token of the chunk
+
+    @property
+    def name(self) -> str:
+        chunks = f"chunk of {self.chunk}" if self.places == 1 else f"{self.places} chunks in {self.chunk}"
+        parts = [chunks] if self.chunk else []
+        parts += [f"{self.slots} decode slots"] if self.slots else []
+        return " + ".join([*parts, "prompt logprobs"] if self.scores else parts)
 
 
 @dataclass(frozen=True)
@@ -17,12 +38,36 @@ class Buckets:
     largest_chunk: int  # token slots of a chunk alone
     batches: tuple[int, ...]  # decode slots, ascending
     prompt_logprobs: int  # token slots of a chunk whose every token is scored
+    packed_chunks: tuple[
+        int, ...
+    ] = ()  # token slots of several chunks beside decode slots, some of `mixed_chunks`
+    places: int = 1  # of such chunks
 
     @property
-    def sizes(self) -> list[tuple[int | None, int | None]]:
-        """(chunk, decode slots) of every program. Small chunks come with decode slots, which cost little if empty."""
-        mixed: list[tuple[int | None, int | None]] = [(c, self.batches[-1]) for c in self.mixed_chunks]
-        return [*mixed, (self.largest_chunk, None), *((None, b) for b in self.batches)]
+    def packed_slots(self) -> int:
+        """Decode slots beside packed chunks: as few as make the rows of logits as many as beside one chunk.
+
+        So the same programs sample both.
+        """
+        return self.batches[-1] + 1 - self.places
+
+    @property
+    def shapes(self) -> list["Shape"]:
+        """Those of all programs, what takes longest to compile first.
+
+        Small chunks come with decode slots, which cost little if empty.
+        """
+        return [
+            *(Shape(c, self.places, self.packed_slots) for c in self.packed_chunks),
+            Shape(self.prompt_logprobs, scores=True),
+            *(Shape(c, 1, self.batches[-1]) for c in self.mixed_chunks),
+            Shape(self.largest_chunk),
+            *(Shape(None, 1, b) for b in self.batches),
+        ]
+
+    def packed(self, count: int) -> tuple[int, int, int]:
+        """(token slots, chunks, decode slots) of the least program that holds `count` tokens of several chunks."""
+        return next(c for c in self.packed_chunks if c >= count), self.places, self.packed_slots
 
     def mixed(self, count: int) -> int | None:
         """The least chunk that holds `count` tokens beside decode slots; None if only the chunk alone does."""
@@ -45,11 +90,15 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
     sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))
     batches = {*(n for n in sizes if n < max_num_seqs), max(1, max_num_seqs // 2), max_num_seqs}
+    places = min(PLACES, max_num_seqs)
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
         batches=tuple(sorted(batches)),
         prompt_logprobs=max(c for c in mixed if c <= max(MOST_SCORED, least)),
+        # Attention has as many token slots for each of them: together no more than the largest chunk, nor more memory.
+        packed_chunks=tuple(c for c in mixed if c in PACKED and c * places <= most) if places > 1 else (),
+        places=places,
     )
 
 

@@ -217,6 +217,8 @@ def build_engine(
         max_chunk=buckets.largest_chunk,
         chunks_beside_decode=buckets.mixed_chunks,
         prompt_logprob_chunk=buckets.prompt_logprobs,
+        packed_chunks=buckets.packed_chunks,
+        packed_places=buckets.places,
         host_bytes=config.host_bytes,
     )
     engine: Engine

@@ -36,7 +36,7 @@ log = logging.getLogger("tangram.engine")
 @dataclass(frozen=True)
 class _UnderWay:
     handles: list[Handles]
-    chunk: ChunkWork | None
+    chunks: list[ChunkWork]
 
 
 class Engine:
@@ -185,9 +185,9 @@ class Engine:
         if work:
             handles = self._runner.run(work, self._read_all)
             choices = self._scheduler.after_dispatch(work)
-            self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunk))
+            self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunks))
             self._totals["steps"] += 1
-            self._totals["prefilled"] += len(work.chunk.tokens) if work.chunk else 0
+            self._totals["prefilled"] += sum(len(chunk.tokens) for chunk in work.chunks)
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read_oldest()
         self._update_stats()
@@ -199,7 +199,7 @@ class Engine:
     def _read_oldest(self) -> None:
         done = self._under_way.popleft()
         for handles in done.handles:
-            self._read(handles, done.chunk)
+            self._read(handles, done.chunks)
 
     def _recover(self, error: Exception) -> bool:
         """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back.
@@ -260,9 +260,9 @@ class Engine:
 
     # Results
 
-    def _read(self, handles: Handles, chunk: ChunkWork | None) -> None:
-        if handles.prompt and chunk:
-            self._note_prompt(chunk, handles)
+    def _read(self, handles: Handles, chunks: list[ChunkWork]) -> None:
+        if handles.prompt:
+            self._note_prompt(chunks[0], handles)
         if handles.tokens is None:
             return
         tokens = np.asarray(handles.tokens)

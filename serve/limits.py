@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+ROOM = 64  # tail tokens that are reserved at a time
 WORTH_A_STEP = (
     256  # empty slots of a chunk: on an H200 a quarter of what a step of an 8B model takes without one
 )
@@ -18,12 +19,30 @@ class Limits:
         int, ...
     ]  # the sizes while others decode, so that their streams go on; ascending
     prompt_logprob_chunk: int
+    packed_chunks: tuple[
+        int, ...
+    ] = ()  # tokens of several chunks in one step, each a size beside decode; ascending
+    packed_places: int = 1  # chunks in such a step at most
     least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
     host_bytes: int = 0  # of host memory, for stored rows that must leave the pool
 
     @property
     def max_chunk_beside_decode(self) -> int:
         return self.chunks_beside_decode[-1]
+
+    @property
+    def decode_beside_packed(self) -> int:
+        """Sequences that decode beside packed chunks at most; see `Buckets.packed_slots`."""
+        return self.max_running + 1 - self.packed_places
+
+    def room(self, left: int) -> int:
+        """Tail tokens to reserve at a time for a sequence with `left` to go."""
+        return min(ROOM, self.max_tail, max(left, 0))
+
+    def worth_packing(self, tokens: int, chunks: int) -> bool:
+        """Whether `tokens` of several chunks in one step cost less than the steps that this saves."""
+        size = next(size for size in self.packed_chunks if size >= tokens)
+        return size - tokens <= WORTH_A_STEP * (chunks - 1)
 
     def chunk_size(self, ahead: int, beside_decode: bool) -> int:
         """Most tokens of the next chunk of a prompt with `ahead` tokens to go.

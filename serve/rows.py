@@ -53,12 +53,15 @@ class Rows:
 
     def secure(self, need: int) -> bool:
         """Free `need` pages at the cost of stored sessions, but only if that is enough."""
-        if need > self.pages.free + self.sessions.pages:
+        if not self.could_secure(need):
             return False
         while need > self.pages.free:
             if not self.evict():
                 return False
         return True
+
+    def could_secure(self, need: int) -> bool:
+        return need <= self.pages.free + self.sessions.pages
 
     def evict(self) -> bool:
         session = self.sessions.evict()

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from serve.buckets import Buckets, pad
+from serve.buckets import Buckets, Shape, pad
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
+from serve.inputs import inputs_of
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.sequence import Sequence, Work
@@ -28,6 +29,7 @@ from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
 from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
+from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
 from tangram_jax.sampling_filters import mask_words
@@ -92,10 +94,9 @@ class Runner(RowCopies):
             dtype=cache_dtype,
         )
         self.num_rows = num_rows
-        self._chunk_logits: jax.Array | None = (
-            None  # of the last step, if its chunk was a last one: the first row
-        )
-        self._first = jax.jit(lambda logits: logits[:1])
+        # Of the last step, and the row of them that is of each last chunk.
+        self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
+        self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves
         self.cache: Cache
         self.sampler: SamplerState
@@ -151,7 +152,7 @@ class Runner(RowCopies):
         params: Any,
         cache: Cache,
         sampler_ints: jax.Array,
-        chunk: Chunk | None,
+        chunk: Chunk | Packed | None,
         rows: jax.Array | None,
         next_tokens: jax.Array | None,
         *,
@@ -167,7 +168,7 @@ class Runner(RowCopies):
         )
         if not all_logits:
             return logits, cache, None
-        assert chunk is not None and next_tokens is not None
+        assert isinstance(chunk, Chunk) and next_tokens is not None
         scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
         return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores
 
@@ -177,38 +178,19 @@ class Runner(RowCopies):
         What a grammar allows is known only when its choice's last token has been read: `read_all` reads what is under way,
         while the device runs the step.
         """
-        chunk = rows = following = None
-        all_logits, mixed = False, None
-        sequences: list[Sequence | None] = []
-        sample_rows: list[int] = []
-        if work.chunk:
-            sequence, count = work.chunk.sequence, len(work.chunk.tokens)
-            assert sequence.state is not None
-            all_logits = work.chunk.next_tokens is not None
-            mixed = None if all_logits else self.buckets.mixed(count)
-            size = self.buckets.prompt_logprobs if all_logits else mixed or self.buckets.largest_chunk
-            chunk = Chunk(np.int32(sequence.state.row), pad(work.chunk.tokens, size), np.int32(count))
-            if all_logits:
-                following = pad(work.chunk.next_tokens, size)
-            sequences.append(sequence if work.chunk.last else None)
-            sample_rows.append(sequence.state.row if work.chunk.last else self.num_rows)
-        if work.decode or mixed:
-            slots = self.buckets.batches[-1] if work.chunk else self.buckets.batch(len(work.decode))
-            ids = [s.state.row for s in work.decode if s.state is not None]
-            rows = np.full(slots, self.num_rows, np.int32)
-            rows[: len(ids)] = ids
-            sequences += work.decode
-            sample_rows += rows.tolist()
+        given = inputs_of(work, self.buckets, self.num_rows)
         logits, self.cache, scores = self._step(
-            self.params, self.cache, self.sampler.ints, chunk, rows, following, all_logits=all_logits
-        )
-        self._chunk_logits = logits if work.chunk and work.chunk.last else None
+            self.params, self.cache, self.sampler.ints, given.chunk, given.rows, given.next_tokens,
+            all_logits=work.scores_prompt,
+        )  # fmt: skip
+        self._last_logits = logits, {c.sequence: i for i, c in enumerate(work.chunks) if c.last}
+        sequences = given.sequences
         prompt = PromptScores(*scores) if scores else None
         if not any(sequences):
             return Handles([], None, prompt=prompt)
         if any(s.grammar for s in sequences if s):
             read_all()
-        return self._sample_rows(logits, sequences, sample_rows, prompt)
+        return self._sample_rows(logits, sequences, given.logits_of, prompt)
 
     def _sample_rows(
         self,
@@ -233,15 +215,14 @@ class Runner(RowCopies):
         return Handles(sequences, tokens, logprobs, ids, tops, prompt)
 
     def sample_again(self, sequences: list[Sequence]) -> list[Handles]:
-        """Sample the first token of other choices from the logits that end the last step's chunk."""
-        logits, self._chunk_logits = self._chunk_logits, None
-        if not sequences or logits is None:
-            return []
-        if logits.shape[0] > 1:
-            logits = self._first(logits)
+        """Sample the first token of other choices from the logits that end their parents' chunks in the last step."""
+        last, self._last_logits = self._last_logits, None
         out = []
         for sequence in sequences:
-            assert sequence.state is not None
+            assert last and sequence.parent and sequence.state is not None
+            logits, row_of = last
+            if logits.shape[0] > 1:
+                logits = self._take(logits, np.int32(row_of[sequence.parent]))
             out.append(self._sample_rows(logits, [sequence], [sequence.state.row]))
         return out
 
@@ -336,16 +317,9 @@ class Runner(RowCopies):
 
     def _programs(self) -> Iterator[Program]:
         b = self.buckets
-        shapes = [(size, slots, False) for size, slots in b.sizes]
-        # What takes longest to compile comes first.
-        for size, slots, all_logits in [(b.prompt_logprobs, None, True), *shapes]:
-            name = " + ".join(
-                ([f"chunk of {size}"] if size else [])
-                + ([f"{slots} decode slots"] if slots else [])
-                + (["prompt logprobs"] if all_logits else [])
-            )
-            arguments = partial(self._step_arguments, size, slots, all_logits)
-            yield Program(name, self._step, arguments, {"all_logits": all_logits})
+        for shape in b.shapes:
+            arguments = partial(self._step_arguments, shape)
+            yield Program(shape.name, self._step, arguments, {"all_logits": shape.scores})
         for count in sorted({1, *b.batches, 1 + b.batches[-1]}):
             for variant in VARIANTS:
                 arguments = partial(self._sample_arguments, count)
@@ -368,14 +342,19 @@ class Runner(RowCopies):
         self.sampler = sampling.set_row(self.sampler, np.int32(0), params)
         for mark in (sampling.mark_prompt, sampling.mark_output):
             self.sampler = mark(self.sampler, np.int32(0), np.zeros(size, np.int32), np.int32(0))
-        first = self._first(self._sample_arguments(1 + self.buckets.batches[-1])[0])
+        first = self._take(self._sample_arguments(1 + self.buckets.batches[-1])[0], np.int32(0))
         return self.cache.table, self.sampler.seen, first
 
-    def _step_arguments(self, size: int | None, slots: int | None, all_logits: bool) -> tuple[Any, ...]:
-        chunk = None if size is None else Chunk(np.int32(0), np.zeros(size, np.int32), np.int32(1))
-        rows = None if slots is None else np.full(slots, self.num_rows, np.int32)
-        following = np.zeros(size, np.int32) if all_logits and size else None
-        return self.params, self.cache, self.sampler.ints, chunk, rows, following
+    def _step_arguments(self, shape: Shape) -> tuple[Any, ...]:
+        chunk: Chunk | Packed | None = None
+        if shape.chunk:
+            count, tokens = shape.places, np.zeros(shape.chunk, np.int32)
+            chunk = Chunk(np.int32(0), tokens, np.int32(1))
+            if count > 1:
+                rows = np.full(count, self.num_rows, np.int32)
+                chunk = Packed(rows, tokens, np.zeros(count, np.int32))
+        slots = None if shape.slots is None else np.full(shape.slots, self.num_rows, np.int32)
+        return self.params, self.cache, self.sampler.ints, chunk, slots, tokens if shape.scores else None
 
     def _sample_arguments(self, count: int, masked: bool = False) -> tuple[Any, ...]:
         vocab = self.config.vocab_size

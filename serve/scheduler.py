@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from serve.chunks import Chunks
 from serve.host_store import HostedSession
 from serve.limits import Limits
 from serve.offload import Offload
@@ -18,12 +19,11 @@ from serve.prefixes import Prefixes
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
 from serve.rows import Rows
-from serve.sequence import ChunkWork, Phase, Sequence, Work
+from serve.sequence import Phase, Sequence, Work
 from serve.sessions import ReachBack, StoredSession
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
-ROOM = 64  # tail tokens that are reserved at a time
 RETENTIONS = 256  # different ones that are remembered
 
 
@@ -44,6 +44,7 @@ class Scheduler:
         # The same array for the same retention: rows with equal budgets are told by that. One that was forgotten is made
         # anew, and what is stored under it is not found.
         self.budgets = lru_cache(maxsize=RETENTIONS)(plan.budgets_at)
+        self._chunks = Chunks(plan, limits, self.rows, self._reach_back, self.counters, self._obtain)
         self.offload = Offload(self.rows, device, limits.host_bytes, limits.least_shared, self.counters)
 
     # Admission
@@ -76,18 +77,20 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step, with all its pages reserved; None when nothing can run now."""
         self._admit()
-        decode = [s for s in list(self.running) if self._ready_to_decode(s) and self._make_room(s)]
+        max_tail = self.limits.max_tail
+        decode = [s for s in list(self.running) if s.decodes(max_tail) and self._make_room(s)]
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.
-        chunk = self._next_chunk(bool(decode), score=not (decode and self._scored_last))
+        chunks = self._chunks.next(self.running, len(decode), score=not (decode and self._scored_last))
         decode = [s for s in decode if s.state is not None]  # others may have preempted it since
-        self._scored_last = chunk is not None and chunk.next_tokens is not None
+        work = Work(chunks, decode)
+        self._scored_last = work.scores_prompt
         if self._scored_last:
-            decode = []
+            decode.clear()
         for sequence in decode:
             assert sequence.state is not None
             sequence.state.tail += 1
             sequence.in_flight += 1
-        return Work(chunk, decode) if chunk or decode else None
+        return work if chunks or decode else None
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_running:
@@ -117,7 +120,8 @@ class Scheduler:
         hosted, stays = self._hosted(sequence, stays)
         if self._prefixes.awaited(sequence, stays, self.running):
             return False
-        room = self._room_after(sequence)
+        # The first sampled token is fed back only if more may follow.
+        room = self.limits.room(sequence.left - 1)
         wanted = self.rows.wanted(sequence.budgets, len(sequence.tokens), room)
         missing = self.pages.missing(session.state.holding if session else self.pages.empty(), wanted)
         if (hosted or missing > self.pages.free) and self.running and self.offload.busy:
@@ -201,30 +205,6 @@ class Scheduler:
         sequence.state, sequence.room = self.rows.copy(state), parent.room
         return True
 
-    def _leave_prompt(self, sequence: Sequence) -> None:
-        """Store the prompt of a generation that is about to be compressed for the first time: it may be asked once more.
-
-        Only where nothing else has to go, and as the first to go.
-        """
-        state = sequence.state
-        if state is None or state.compressed != sequence.prompt_length:
-            return
-        if sequence.choice or not sequence.keep:
-            return
-        if not self.rows.free or len(self.sessions) >= self.limits.max_stored:
-            return
-        if self.rows.copied_pages(state) > self.pages.free:
-            return
-        prompt = self.rows.copy(state)
-        self.rows.rollback(prompt, prompt.tail)
-        self.rows.trim(prompt, prompt.compressed, 0)
-        tokens = np.asarray(sequence.tokens[: prompt.compressed], np.int32)
-        self.sessions.put(StoredSession(prompt, tokens), first_to_go=True)
-
-    def _room_after(self, sequence: Sequence) -> int:
-        """Tail tokens to reserve beside a prefill: the first sampled token is fed back only if more may follow."""
-        return min(ROOM, self.limits.max_tail, max(sequence.left - 1, 0))
-
     # Pages
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -234,7 +214,7 @@ class Scheduler:
             return False
         if state.tail < sequence.room:
             return True
-        room = min(state.tail + min(ROOM, sequence.left), self.limits.max_tail)
+        room = min(state.tail + self.limits.room(sequence.left), self.limits.max_tail)
         wanted = self.rows.wanted(state.budgets, state.compressed, room)
         if not self._obtain(sequence, wanted):
             return False
@@ -261,86 +241,22 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 
-    # Steps
-
-    def _ready_to_decode(self, sequence: Sequence) -> bool:
-        state = sequence.state
-        return (
-            state is not None
-            and sequence.to_feed == 1
-            and sequence.left > 0
-            and 0 <= state.tail < self.limits.max_tail
-        ) and sequence.generated > 0
-
-    def _next_chunk(self, beside_decode: bool, score: bool) -> ChunkWork | None:
-        """The chunk of the first sequence that needs one; of those that want prompt log-probabilities only if `score`."""
-        for sequence in list(self.running):
-            state = sequence.state
-            if state is None or sequence.in_flight or sequence.left < 1 or self._ready_to_decode(sequence):
-                continue
-            if sequence.needs_prompt_logprobs and not score:
-                continue
-            most = self.limits.chunk_size(self._chunk_end(sequence) - state.cached, beside_decode)
-            if sequence.needs_prompt_logprobs:
-                most = self.limits.prompt_logprob_chunk
-            work = self._chunk(sequence, most)
-            if work:
-                return work
-        return None
-
-    def _chunk_end(self, sequence: Sequence) -> int:
-        """The count of tokens at which the next chunk ends at the latest."""
-        state = sequence.state
-        assert state is not None
-        # A row that was rolled back into its window must come at least as far as it was compressed.
-        least = max(state.cached + 1, state.compressed)
-        return min((b for b in sequence.borders if b >= least), default=len(sequence.tokens))
-
-    def _chunk(self, sequence: Sequence, most: int) -> ChunkWork | None:
-        """The next chunk of `sequence`, its pages reserved, and the mirror of its row moved on."""
-        state, plan = sequence.state, self.plan
-        assert state is not None
-        known, end = len(sequence.tokens), self._chunk_end(sequence)
-        compresses = sequence.generated and state.tail >= self.limits.max_tail
-        if compresses:
-            self._leave_prompt(sequence)
-        # Scoring wants a full window of queries: run again what the window and the tail still hold whole.
-        short = min(plan.window, end) - (end - state.cached)
-        back = min(short, state.tail + self._reach_back(state))
-        room = self._room_after(sequence)
-        last = end == known and known - state.cached <= most
-        if last and not self._obtain(sequence, self.rows.wanted(state.budgets, known, room)):
-            return None
-        if compresses:
-            self.counters["tail_compressions"] += 1
-        if back > 0:
-            self.rows.rollback(state, back)
-        start = state.cached
-        count = min(most, end - start)
-        last = start + count == known
-        self.rows.grow(state, known, room)
-        state.compressed, state.tail = start + count, 0
-        following = None
-        if sequence.needs_prompt_logprobs:
-            following = np.asarray([*sequence.tokens[start + 1 : start + count + 1], 0][:count], np.int32)
-        if last:
-            sequence.in_flight += 1
-            sequence.room = room
-        tokens = np.asarray(sequence.tokens[start : start + count], np.int32)
-        return ChunkWork(sequence, tokens, start, last, following)
-
     def after_dispatch(self, work: Work) -> list[Sequence]:
         """To be called when `work` is on its way: gives back the pages that a compression no longer needs.
 
-        Returns the sequences whose first token is to be sampled from the logits of the chunk as well.
+        Returns the sequences whose first token is to be sampled from the logits of their parents' chunks as well.
         """
-        if not (work.chunk and work.chunk.sequence.state):
-            return []
-        sequence, state = work.chunk.sequence, work.chunk.sequence.state
-        if work.chunk.last:
-            self.rows.trim(state, state.compressed, sequence.room)
-        self._prefixes.leave(sequence)
-        return self._fork_choices(sequence) if work.chunk.last else []
+        begun: list[Sequence] = []
+        for chunk in work.chunks:
+            sequence, state = chunk.sequence, chunk.sequence.state
+            if state is None:
+                continue
+            if chunk.last:
+                self.rows.trim(state, state.compressed, sequence.room)
+            self._prefixes.leave(sequence)
+            if chunk.last:
+                begun += self._fork_choices(sequence)
+        return begun
 
     # Ends
 

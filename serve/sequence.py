@@ -108,6 +108,13 @@ class Sequence:
         """Tokens that may still be sampled."""
         return self.sampling.max_tokens - self.generated
 
+    def decodes(self, max_tail: int) -> bool:
+        """Whether its next token is sampled by a decode step; false where a tail of `max_tail` is to be compressed first."""
+        state = self.state
+        if state is None or self.to_feed != 1 or self.left < 1 or self.generated < 1:
+            return False
+        return 0 <= state.tail < max_tail
+
     @property
     def needs_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and self.generated == 0
@@ -131,7 +138,12 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class Work:
-    """One engine step."""
+    """One engine step: one chunk, or several short ones; or none, and decode only."""
 
-    chunk: ChunkWork | None
+    chunks: list[ChunkWork]
     decode: list[Sequence]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it is a chunk of a prompt whose log-probabilities are wanted, which runs alone."""
+        return any(chunk.next_tokens is not None for chunk in self.chunks)

@@ -86,6 +86,7 @@ class FakeDevice:
     def __init__(self, plan: CachePlan, limits: Limits, num_pages: int) -> None:
         self.plan, self.limits, self.num_pages = plan, limits, num_pages
         self.calls: list[tuple[Any, ...]] = []
+        self.packed = 0  # steps of several chunks
         self.reset()
 
     def reset(self) -> None:
@@ -204,17 +205,22 @@ class FakeDevice:
         self.copies_wait = False
         sequences: list[Sequence | None] = []
         rows: list[int] = []
-        scored = False
-        if work.chunk:
-            chunk = work.chunk
+        limits = self.limits
+        most = limits.max_chunk_beside_decode if work.decode else limits.max_chunk
+        if len(work.chunks) > 1:
+            most = limits.packed_chunks[-1]
+            assert len(work.chunks) <= limits.packed_places
+            assert limits.packed_places + len(work.decode) <= limits.max_running + 1
+            assert not work.scores_prompt
+        if work.scores_prompt:
+            most = limits.prompt_logprob_chunk
+            assert not work.decode
+        assert sum(len(chunk.tokens) for chunk in work.chunks) <= most
+        for chunk in work.chunks:
             assert chunk.sequence.state is not None
-            scored = chunk.next_tokens is not None
+            assert chunk.sequence.state.row not in rows
             row = self.rows[chunk.sequence.state.row]
-            most = self.limits.max_chunk_beside_decode if work.decode else self.limits.max_chunk
-            if scored:
-                most = self.limits.prompt_logprob_chunk
-                assert not work.decode
-            assert 1 <= len(chunk.tokens) <= most
+            assert len(chunk.tokens) >= 1
             assert chunk.start == len(row.content)
             self._enter_rings(row, len(chunk.tokens), whole_pages=True)
             row.content += chunk.tokens.tolist()
@@ -223,6 +229,7 @@ class FakeDevice:
             self._check_pages(row)
             sequences.append(chunk.sequence if chunk.last else None)
             rows.append(chunk.sequence.state.row)
+        self.packed += len(work.chunks) > 1
         assert len(work.decode) <= self.limits.max_running
         for sequence in work.decode:
             assert sequence.state is not None

@@ -37,6 +37,8 @@ def make_limits(**changes: Any) -> Limits:
         "max_chunk": 32,
         "chunks_beside_decode": (8,),
         "prompt_logprob_chunk": 16,
+        "packed_chunks": (),
+        "packed_places": 3,
         "least_shared": 12,
     }
     return Limits(**(given | changes))

@@ -42,6 +42,32 @@ def test_chunks_hold_a_window_and_little_more_than_the_longest_request(
 
 
 @pytest.mark.parametrize(
+    ("requests", "tokens", "length", "packed", "places", "slots"),
+    [
+        (16, 512, 8192, (128,), 4, 13),
+        (128, 8192, 131_072, (128, 512), 4, 125),
+        (128, 8192, 1000, (128,), 4, 125),  # four times 512 are more than the largest chunk
+        (2, 512, 8192, (128,), 2, 1),
+        (1, 512, 8192, (), 1, 1),
+        (16, 16, 8192, (), 4, 13),
+    ],
+)
+def test_packed_chunks_take_no_more_memory_than_one_and_as_many_rows_of_logits(
+    requests, tokens, length, packed, places, slots
+):
+    buckets = make_buckets(requests, tokens, 32, length)
+    assert (buckets.packed_chunks, buckets.places, buckets.packed_slots) == (packed, places, slots)
+    assert {*packed} <= {*buckets.mixed_chunks}
+    assert all(size * places <= buckets.largest_chunk for size in packed)
+    assert places + slots == 1 + buckets.batches[-1]
+    names = [shape.name for shape in buckets.shapes]
+    assert len(names) == len(set(names))
+    assert [f"{places} chunks in {size} + {slots} decode slots" in names for size in packed] == [True] * len(
+        packed
+    )
+
+
+@pytest.mark.parametrize(
     ("flags", "advised"),
     [
         (["--kv-cache-memory", "1"], ["--kv-cache-memory", "--retention"]),

@@ -89,7 +89,7 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
     pages = int(
         np.random.default_rng([seed, 1]).integers(145, 180)
     )  # a row has 128 at most, with its rings 144
-    monkeypatch.setattr("serve.scheduler.ROOM", 4)  # so that a generation soon needs more of them
+    monkeypatch.setattr("serve.limits.ROOM", 4)  # so that a generation soon needs more of them
     with tiny_engine(
         case.kind, pages=pages, max_stored=2, least_shared=24, host_bytes=case.host_bytes
     ) as tiny:

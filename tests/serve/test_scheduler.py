@@ -196,8 +196,7 @@ def test_chunks_are_small_beside_decode_and_large_alone():
     run = bench.runner.run
 
     def record(work, read_all):
-        if work.chunk:
-            sizes.append((len(work.chunk.tokens), len(work.decode)))
+        sizes.extend((len(chunk.tokens), len(work.decode)) for chunk in work.chunks)
         return run(work, read_all)
 
     bench.runner.run = record
@@ -219,8 +218,7 @@ def test_prompt_logprobs_run_in_chunks_of_their_own_and_use_no_stored_session():
     run = bench.runner.run
 
     def record(work, read_all):
-        if work.chunk:
-            seen.append((work.chunk.start, work.chunk.tokens.tolist(), work.chunk.next_tokens))
+        seen.extend((chunk.start, chunk.tokens.tolist(), chunk.next_tokens) for chunk in work.chunks)
         return run(work, read_all)
 
     bench.runner.run = record
@@ -256,7 +254,7 @@ def test_streams_go_on_while_a_long_prompt_is_scored():
     run = bench.runner.run
 
     def record(work, read_all):
-        steps.append(work.chunk is not None and work.chunk.next_tokens is not None)
+        steps.append(work.scores_prompt)
         return run(work, read_all)
 
     bench.runner.run = record
@@ -280,7 +278,7 @@ def test_choices_fork_the_first_one():
 
     def record(work, read_all):
         nonlocal prefilled
-        prefilled += len(work.chunk.tokens) if work.chunk else 0
+        prefilled += sum(len(chunk.tokens) for chunk in work.chunks)
         return run(work, read_all)
 
     bench.runner.run = record

@@ -9,6 +9,8 @@ from tests.serve.fake_device import VOCAB, AnyText
 from tests.serve.loop import Loop, make_limits, make_plan
 
 FULL = make_plan(1.0)
+# Several chunks in a step: of 8 or 24 tokens together.
+PACKED = {"chunks_beside_decode": (8, 24), "packed_chunks": (8, 24)}
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -25,7 +27,7 @@ def simulate(bench: Loop, seed: int, requests: int) -> None:
     limits, longest = bench.scheduler.limits, 120
     left = requests
     while left or bench.busy:
-        if left and len(bench.scheduler.waiting) < random.integers(1, 9) and random.random() < 0.25:
+        while left and len(bench.scheduler.waiting) < random.integers(1, 9) and random.random() < 0.3:
             left -= 1
             text = prompt(int(random.integers(1, 60)), int(random.integers(40)))
             if random.random() < 0.3:  # one of a few documents, mostly whole, and a question
@@ -69,12 +71,13 @@ def simulate(bench: Loop, seed: int, requests: int) -> None:
 
 
 CASES = {
-    "ample": ({}, make_plan(), 900),
+    "ample": (PACKED | {"max_running": 8, "packed_places": 4}, make_plan(), 1500),
+    "one chunk a step": ({}, make_plan(), 300),
     "one row of each": ({"max_running": 1, "max_stored": 1}, make_plan(), 110),
-    "nothing stored": ({"max_stored": 0}, FULL, 130),
-    "small pool": ({"max_running": 4, "max_stored": 3, "max_tail": 9}, make_plan(), 130),
-    "small full pool": ({"max_running": 5, "max_stored": 5}, FULL, 170),
-    "tiny window": ({"max_running": 4, "max_tail": 3}, make_plan(window=1, min_entries=0), 120),
+    "nothing stored": (PACKED | {"max_stored": 0, "max_running": 5}, FULL, 170),
+    "small pool": (PACKED | {"max_running": 4, "max_stored": 3, "max_tail": 9}, make_plan(), 130),
+    "small full pool": (PACKED | {"max_running": 5, "max_stored": 5}, FULL, 170),
+    "tiny window": (PACKED | {"max_running": 6, "max_tail": 3}, make_plan(window=1, min_entries=0), 120),
     "zero budgets": ({}, make_plan([[0.0, 0.6], [0.2, 0.9]], min_entries=0), 160),
     "sliding windows": ({}, make_plan(sliding=SlidingLayers(2, 9, max_tail=12)), 700),
     "rings in a small pool": (
@@ -83,7 +86,7 @@ CASES = {
         230,
     ),
     "host memory": (
-        {"max_running": 4, "max_stored": 3, "max_tail": 9, "host_bytes": 700},
+        PACKED | {"max_running": 4, "max_stored": 3, "max_tail": 9, "host_bytes": 700},
         make_plan(max_retention=0.9),
         210,
     ),
@@ -93,15 +96,9 @@ CASES = {
         230,
     ),
     "long tails": ({"max_tail": 100, "max_running": 4}, make_plan(), 300),
-    "budgets of their own": ({"max_running": 4, "max_tail": 9}, make_plan(max_retention=0.9), 260),
+    "budgets of their own": (PACKED | {"max_running": 4, "max_tail": 9}, make_plan(max_retention=0.9), 260),
     "all of it": (
-        {
-            "max_running": 4,
-            "max_stored": 2,
-            "max_tail": 9,
-            "host_bytes": 900,
-            "chunks_beside_decode": (8, 24),
-        },
+        PACKED | {"max_running": 4, "max_stored": 2, "max_tail": 9, "host_bytes": 900},
         make_plan(max_retention=0.9, sliding=SlidingLayers(1, 30, max_tail=9)),
         300,
     ),
@@ -111,7 +108,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _chunks_are_split(monkeypatch):
     """Where there are several sizes of them, small as they are."""
-    monkeypatch.setattr("serve.limits.WORTH_A_STEP", 4)
+    monkeypatch.setattr("serve.limits.WORTH_A_STEP", 8)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,6 +123,7 @@ def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
     assert bench.scheduler.counters["prefix_hits"] > 0 or not limits.get("max_stored", 4)
     assert any(call[0] == "fork" for call in bench.runner.calls)
     assert any(call[0] == "load" for call in bench.runner.calls) == bool(limits.get("host_bytes"))
+    assert bench.runner.packed > 40 if "packed_chunks" in limits else not bench.runner.packed
     bench.evict_all()
 
 

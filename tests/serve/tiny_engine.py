@@ -34,7 +34,14 @@ GEMMA2, GPT_OSS = tiny_gemma2_config(**WINDOWS), tiny_gpt_oss_config(**WINDOWS)
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
 HOST = 64 << 20  # bytes of host memory for engines that use any
-BUCKETS = Buckets(mixed_chunks=(16,), largest_chunk=48, batches=(RUNNING,), prompt_logprobs=32)
+BUCKETS = Buckets(
+    mixed_chunks=(32,),
+    largest_chunk=48,
+    batches=(RUNNING,),
+    prompt_logprobs=32,
+    packed_chunks=(32,),
+    places=3,
+)
 BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 
 
@@ -236,6 +243,8 @@ def tiny_engine(
         max_chunk=BUCKETS.largest_chunk,
         chunks_beside_decode=BUCKETS.mixed_chunks,
         prompt_logprob_chunk=BUCKETS.prompt_logprobs,
+        packed_chunks=BUCKETS.packed_chunks,
+        packed_places=BUCKETS.places,
         host_bytes=host_bytes,
         least_shared=least_shared,
     )

@@ -1,0 +1,64 @@
+"""What a step's work is to the compiled programs: arrays of the bucket that holds it, and whose each row of logits is."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from serve.buckets import Buckets, pad
+from serve.sequence import ChunkWork, Sequence, Work
+from tangram_jax.packed import Packed
+from tangram_jax.step import Chunk
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one step. Row i of its logits is of `sequences[i]` (None: it means nothing) and of row `logits_of[i]`."""
+
+    chunk: Chunk | Packed | None
+    rows: np.ndarray | None  # i32[decode slots]
+    next_tokens: np.ndarray | None  # i32[T]: of a chunk whose every token is scored
+    sequences: list[Sequence | None]
+    logits_of: list[int]
+
+
+def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
+    """The least program that does `work`, its empty places filled with `num_rows`, which is no row."""
+    chunk: Chunk | Packed | None = None
+    following = slots = None
+    places = len(work.chunks)
+    if len(work.chunks) > 1:
+        size, places, slots = buckets.packed(sum(len(c.tokens) for c in work.chunks))
+        chunk = _packed(work.chunks, size, places, num_rows)
+    elif work.chunks:
+        (only,) = work.chunks
+        count = len(only.tokens)
+        mixed = None if work.scores_prompt else buckets.mixed(count)
+        size = buckets.prompt_logprobs if work.scores_prompt else mixed or buckets.largest_chunk
+        chunk = Chunk(np.int32(_row(only.sequence)), pad(only.tokens, size), np.int32(count))
+        following = pad(only.next_tokens, size) if work.scores_prompt else None
+        slots = buckets.batches[-1] if mixed else None
+    elif work.decode:
+        slots = buckets.batch(len(work.decode))
+    sequences = [c.sequence if c.last else None for c in work.chunks]
+    logits_of = [_row(c.sequence) if c.last else num_rows for c in work.chunks]
+    empty = places - len(work.chunks)
+    sequences += [*[None] * empty, *work.decode]
+    logits_of += [num_rows] * empty
+    rows = None
+    if slots is not None:
+        rows = np.full(slots, num_rows, np.int32)
+        rows[: len(work.decode)] = [_row(s) for s in work.decode]
+        logits_of += rows.tolist()
+    return Inputs(chunk, rows, following, sequences, logits_of)
+
+
+def _row(sequence: Sequence) -> int:
+    assert sequence.state is not None
+    return sequence.state.row
+
+
+def _packed(chunks: list[ChunkWork], size: int, places: int, num_rows: int) -> Packed:
+    rows, counts = np.full(places, num_rows, np.int32), np.zeros(places, np.int32)
+    rows[: len(chunks)] = [_row(c.sequence) for c in chunks]
+    counts[: len(chunks)] = [len(c.tokens) for c in chunks]
+    return Packed(rows, pad(np.concatenate([c.tokens for c in chunks]), size), counts)

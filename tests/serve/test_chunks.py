@@ -1,0 +1,108 @@
+"""Which chunks share a step: short ones that fit whole, first come first served, and none at another's cost."""
+
+import pytest
+
+from tests.serve.loop import make_limits, make_plan
+from tests.serve.test_scheduler import loop, prompt
+
+PACKED = {
+    "max_running": 8,
+    "max_tail": 20,
+    "chunks_beside_decode": (8, 24),
+    "packed_chunks": (8, 24),
+    "packed_places": 4,
+}
+
+
+def steps_of(bench) -> list[list[tuple[int, int]]]:
+    """(request, tokens) of the chunks of every step from here on."""
+    seen, run = [], bench.runner.run
+
+    def record(work, read_all):
+        seen.append([(int(c.sequence.request.request_id), len(c.tokens)) for c in work.chunks])
+        return run(work, read_all)
+
+    bench.runner.run = record
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps"),
+    [
+        ((5, 6, 7, 4, 2, 3), [[(0, 5), (1, 6), (2, 7), (3, 4)], [(4, 2), (5, 3)]]),  # four places
+        ((12, 12, 3), [[(0, 12), (1, 12)], [(2, 3)]]),  # 24 tokens
+        ((5, 30, 6), [[(0, 5), (2, 6)], [(1, 24)], [(1, 8)]]),  # what is too long comes next, alone
+        ((30, 5, 6), [[(0, 30)], [(1, 5), (2, 6)]]),
+        ((20, 20), [[(0, 20)], [(1, 20)]]),
+        ((9,), [[(0, 9)]]),
+    ],
+)
+def test_short_chunks_that_fit_whole_share_a_step(sizes, steps):
+    bench = loop(**PACKED)
+    seen = steps_of(bench)
+    jobs = [bench.add(prompt(size, i), max_tokens=5) for i, size in enumerate(sizes)]
+    bench.drain()
+    assert [chunks for chunks in seen if chunks] == steps
+    for job in jobs:
+        job.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "worth"),
+    [(129, 2, False), (256, 2, True), (129, 3, True), (20, 2, True), (512, 2, True), (60, 4, True)],
+)
+def test_empty_slots_may_cost_as_much_as_the_steps_that_are_saved(tokens, chunks, worth):
+    limits = make_limits(packed_chunks=(128, 512), packed_places=4)
+    assert limits.worth_packing(tokens, chunks) == worth
+
+
+def test_where_too_many_decode_there_is_one_chunk_a_step():
+    """The program of several has fewer decode slots: 3 of 6 here."""
+    bench = loop(**PACKED | {"max_running": 6})
+    for i in range(4):
+        bench.add(prompt(4, i), max_tokens=19, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    seen = steps_of(bench)
+    for i in range(2):
+        bench.add(prompt(4, 10 + i), max_tokens=2)
+    bench.drain()
+    assert [chunks for chunks in seen if chunks] == [[(4, 4)], [(5, 4)]]
+
+
+def test_tails_that_are_full_together_are_compressed_together():
+    bench = loop(plan=make_plan(), **PACKED)
+    seen = steps_of(bench)
+    jobs = [bench.add(prompt(6, i), max_tokens=30, ignore_eos=True) for i in range(3)]
+    bench.drain()
+    assert [[request for request, _ in chunks] for chunks in seen if chunks] == [[0, 1, 2], [0, 1, 2]]
+    assert bench.engine.stats().tail_compressions_total == 3
+    for job in jobs:
+        job.check()
+
+
+def test_a_chunk_preempts_nobody_whose_chunk_is_in_the_same_step():
+    """Two generations whose tails are full at once, and any number of pages from what one needs to what both do."""
+    plan, shared, preempted = make_plan(1.0), 0, 0
+    for pages in range(plan.pages(46, 20), 2 * plan.pages(46, 20) + 1, 3):
+        bench = loop(pages, plan=plan, **PACKED | {"max_stored": 0, "max_running": 2, "packed_places": 2})
+        jobs = [bench.add(prompt(6, i), max_tokens=40, ignore_eos=True) for i in range(2)]
+        bench.drain()  # the device looks whether every chunk still has its row and its pages
+        for job in jobs:
+            job.check()
+        shared += bench.runner.packed > 1
+        preempted += bench.scheduler.counters["preemptions"] > 0
+        bench.evict_all()
+    assert shared and preempted
+
+
+def test_a_prompt_that_others_share_is_left_behind_by_a_packed_chunk_too():
+    bench = loop(**PACKED | {"least_shared": 6})
+    seen = steps_of(bench)
+    shared = prompt(12)
+    jobs = [bench.add(text, max_tokens=4) for text in (prompt(5, 1), [*shared, 8, 9], [*shared, 10, 11])]
+    bench.drain()
+    assert [(0, 5), (1, 12)] in seen  # as far as the third one shares it
+    assert jobs[2].cached == 12
+    for job in jobs:
+        job.check()

@@ -1,0 +1,118 @@
+"""Short prompts that come together share steps, and are answered as each would be alone."""
+
+import numpy as np
+import pytest
+
+from tests.serve.tiny_engine import BUCKETS, ask_all, greedy, tiny_engine, tokens_of
+
+FULL = {"retention": 1.0}  # whatever the others keep: exact, and equal to dense attention
+SHORT = [tokens_of(size, seed) for seed, size in enumerate((5, 9, 3, 12, 8, 17, 1, 10))]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with tiny_engine("ragged") as engine:
+        yield engine
+
+
+@pytest.fixture
+def steps(tiny, monkeypatch):
+    """(tokens of each chunk, sequences that decode) of every step from here on; nothing is stored."""
+    tiny.forget()
+    seen, run = [], tiny.runner.run
+
+    def record(work, read_all):
+        seen.append(([len(chunk.tokens) for chunk in work.chunks], len(work.decode)))
+        return run(work, read_all)
+
+    monkeypatch.setattr(tiny.runner, "run", record)
+    return seen
+
+
+def together(steps) -> int:
+    return sum(len(chunks) > 1 for chunks, _ in steps)
+
+
+def test_short_prompts_share_steps_and_get_the_answers_that_each_gets_alone(tiny, steps):
+    alone = [tiny.answer(prompt, max_tokens=6, **FULL).tokens for prompt in SHORT]
+    assert not together(steps)
+    apart = len(steps)
+    tiny.forget()
+    steps.clear()
+    answers = ask_all(tiny, SHORT, max_tokens=6, **FULL)
+    assert [a.tokens for a in answers] == alone == [greedy(prompt, 6) for prompt in SHORT]
+    assert together(steps) >= 2
+    assert steps[0][0] == [5, 9, 3]  # first come, first served
+    assert len(steps) < apart / 2
+    assert all(sum(chunks) <= BUCKETS.packed_chunks[-1] for chunks, _ in steps if len(chunks) > 1)
+
+
+def test_seeds_and_log_probabilities_are_those_of_each_alone(tiny, steps):
+    ways = [{"temperature": 1.0, "seed": 7, "logprobs": 2}, {"temperature": 0.8, "seed": 8, "top_k": 20}, {}]
+    alone = [tiny.answer(prompt, **how, **FULL) for prompt, how in zip(SHORT, ways, strict=False)]
+    tiny.forget()
+    steps.clear()
+    with tiny.held():
+        asked = [tiny.ask(prompt, **how, **FULL) for prompt, how in zip(SHORT, ways, strict=False)]
+    answers = [a.wait()[0] for a in asked]
+    tiny.settle()
+    assert together(steps)
+    assert [a.tokens for a in answers] == [a.tokens for a in alone]
+    np.testing.assert_allclose(answers[0].logprobs, alone[0].logprobs, atol=1e-4)
+
+
+def test_choices_of_packed_prompts_sample_from_their_own_prompts_logits(tiny, steps):
+    how = {"temperature": 1.0, "seed": 3, "max_tokens": 5}
+    alone = [[a.tokens for a in tiny.ask(prompt, 2, **how, **FULL).wait()] for prompt in SHORT[:2]]
+    tiny.settle()
+    tiny.forget()
+    steps.clear()
+    with tiny.held():
+        # The parent of the second pair comes while its rows are still free: max_running is 4.
+        asked = [tiny.ask(prompt, 2, **how, **FULL) for prompt in SHORT[:2]]
+    got = [[a.tokens for a in one.wait()] for one in asked]
+    tiny.settle()
+    assert got == alone
+    assert len({tuple(tokens) for pair in got for tokens in pair}) == 4
+
+
+def test_a_long_prompt_between_short_ones_is_unharmed(tiny, steps):
+    prompts = [SHORT[0], tokens_of(150), SHORT[1], SHORT[2]]
+    answers = ask_all(tiny, prompts, max_tokens=10, **FULL)
+    assert [a.tokens for a in answers] == [greedy(prompt, 10) for prompt in prompts]
+    # The short ones behind it fill the first step; after that it has every step until it is read.
+    assert steps[0][0] == [5, 9, 3]
+    long = [chunks[0] for chunks, _ in steps[1:] if chunks]
+    assert sum(long) == 150 and max(long) <= 48
+    assert all(len(chunks) == 1 for chunks, _ in steps[1 : 1 + len(long)])
+
+
+def test_prompts_to_be_scored_stay_alone(tiny, steps):
+    with tiny.held():
+        asked = [
+            tiny.ask(prompt, prompt_logprobs=0 if i == 1 else None, **FULL)
+            for i, prompt in enumerate(SHORT[:4])
+        ]
+    answers = [a.wait()[0] for a in asked]
+    tiny.settle()
+    assert [a.tokens for a in answers] == [greedy(prompt, 8) for prompt in SHORT[:4]]
+    assert steps[0][0] == [5, 3, 12]
+    assert [9] in [chunks for chunks, _ in steps]
+    assert len(answers[1].outputs[0].prompt_logprobs) == 9
+
+
+def test_conversations_and_long_generations_share_steps_too(tiny, monkeypatch):
+    kinds, run = [], tiny.runner.run
+
+    def record(work, read_all):
+        kinds.append([chunk.sequence.generated > 1 for chunk in work.chunks])
+        return run(work, read_all)
+
+    monkeypatch.setattr(tiny.runner, "run", record)
+    first = ask_all(tiny, SHORT[:3], max_tokens=60, **FULL)
+    turns = [p + a.tokens + [9, 9] for p, a in zip(SHORT[:3], first, strict=True)]
+    second = ask_all(tiny, turns, max_tokens=4, **FULL)
+    assert [a.tokens for a in first] == [greedy(p, 60) for p in SHORT[:3]]
+    assert [a.tokens for a in second] == [greedy(p, 4) for p in turns]
+    assert all(a.cached for a in second)
+    assert [True, True] in kinds  # tails of 48 tokens, to be compressed
