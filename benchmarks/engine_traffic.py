@@ -3,16 +3,20 @@
   python -m benchmarks.engine_traffic                                    256 prompts of 2,048 tokens, 128 back
   python -m benchmarks.engine_traffic --prompt 220 --spread 1.1 --generate 200 --requests 512 --half-empty
                                                                          lengths as in chats; and chunks never split
+  python -m benchmarks.engine_traffic --prompt 120 --spread 0.8 --generate 32 --requests 64 --retention 1 --apart
+                                                                         a burst of short prompts; and one prompt a step
 
 Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
 weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
 request's first token, "gap" the time between two tokens of a request. `--half-empty` serves all once more with chunks that
-are not split to fill the programs that run them (`serve.limits`).
+are not split to fill the programs that run them (`serve.limits`), `--apart` with one chunk a step.
 """
 
 import argparse
 import gc
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +27,12 @@ import numpy as np
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from serve.engine import Engine
+from serve.limits import Limits
+
+OTHERWISE: dict[str, Callable[[], Any]] = {
+    "not split": lambda: mock.patch("serve.limits.WORTH_A_STEP", 1 << 30),
+    "one prompt a step": lambda: mock.patch.object(Limits, "worth_packing", return_value=False),
+}
 
 
 def lengths(requests: int, mean: int, spread: float, most: int) -> np.ndarray:
@@ -73,6 +83,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--scorer", default="expected_attention")
     parser.add_argument("--half-empty", action="store_true", help="once more, chunks never split")
+    parser.add_argument("--apart", action="store_true", help="once more, one prompt's chunk a step")
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
@@ -96,16 +107,16 @@ def main() -> None:
             prefix_cache=False, programs=args.programs,
         )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer
-        for split in (True, False)[: 1 + args.half_empty]:
-            with mock.patch("serve.limits.WORTH_A_STEP", 256 if split else 1 << 30):
-                row = {"retention": retention, "split": split} | serve(engine, prompts, args.generate)
+        for how in ("as served", *["not split"] * args.half_empty, *["one prompt a step"] * args.apart):
+            with OTHERWISE.get(how, nullcontext)():
+                row = {"retention": retention, "chunks": how} | serve(engine, prompts, args.generate)
             rows.append(row)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         engine.stop()
         del engine
         gc.collect()  # its pool must go before the next one comes
     for row in rows[1:]:
-        print(f"requests a second, {row['retention']:g} {'split' if row['split'] else 'not split'} / first row: "
+        print(f"requests a second, {row['retention']:g} {row['chunks']} / first row: "
               f"{row['requests_per_s'] / rows[0]['requests_per_s']:.2f}")  # fmt: skip
     if args.out:
         result = {"device": device, "arguments": vars(args), "prompt_tokens": int(sizes.sum()), "rows": rows}
