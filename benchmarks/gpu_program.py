@@ -3,6 +3,7 @@
   python -m benchmarks.gpu_program                       a decode step of 32 requests, Llama-3.1-8B's shape, three layers
   python -m benchmarks.gpu_program --decode 1            of one
   python -m benchmarks.gpu_program --chunk 512           with a chunk of 512 beside them
+  python -m benchmarks.gpu_program --chunk 512 --packed 4        or with four of 128
   python -m benchmarks.gpu_program --decode 0 --chunk 2048 --scorer snapkv --least-mb 1
   python -m benchmarks.gpu_program --sampling full       the sampling of 32 rows, or `greedy`
 
@@ -95,9 +96,12 @@ def compiled_sampling(rows: int, variant: Variant) -> Any:
 
 
 def compiled_step(
-    config: ModelConfig, chunk: int, decode: int, scorer: str, dtype: Any = jnp.bfloat16
+    config: ModelConfig, chunk: int, decode: int, scorer: str, dtype: Any = jnp.bfloat16, packed: int = 0
 ) -> Any:
-    """The compiled program of one `tj.step` of a model's shape at retention 0.25, nothing of it allocated."""
+    """The compiled program of one `tj.step` of a model's shape at retention 0.25, nothing of it allocated.
+
+    `packed`: chunks of so many rows in the `chunk` tokens.
+    """
     where = h200()
 
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -110,7 +114,7 @@ def compiled_step(
             plan,
             config,
             num_pages=4000,
-            max_requests=decode + 1,
+            max_requests=decode + max(packed, 1),
             max_tokens=12_000,
             max_tail=256,
             dtype=dtype,
@@ -119,7 +123,10 @@ def compiled_step(
     cache = jax.tree.map(lambda x: abstract(x.shape, x.dtype), make)
 
     def run(params: Any, cache: tj.Cache, prompt: jax.Array, tokens: jax.Array) -> Any:
-        part = Chunk(jnp.int32(decode), prompt, jnp.int32(chunk)) if chunk else None
+        part: Any = Chunk(jnp.int32(decode), prompt, jnp.int32(chunk)) if chunk else None
+        if packed:
+            counts = jnp.full(packed, chunk // packed)
+            part = tj.Packed(decode + jnp.arange(packed), prompt, counts)
         rest = Decode(jnp.arange(decode), tokens) if decode else None
         return step(params, config, plan, tj.get_scorer(scorer), cache, part, rest)
 
@@ -165,6 +172,9 @@ def main() -> None:
         "--sampling", choices=("greedy", "full"), help="instead, the sampling of their tokens"
     )
     parser.add_argument("--scorer", default="expected_attention")
+    parser.add_argument(
+        "--packed", type=int, default=0, help="chunks of so many rows in the tokens of --chunk"
+    )
     parser.add_argument("--bytes", action="store_true", help="pages of bytes")
     parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
@@ -177,7 +187,7 @@ def main() -> None:
         if args.fp8:
             config = with_fp8_weights(config)
         dtype = byte_pages.DTYPE if args.bytes else jnp.bfloat16
-        program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype)
+        program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype, args.packed)
     listed = kernels(program.as_text())
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:

@@ -78,6 +78,22 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
     assert not caplog.records  # nothing was left to XLA with a warning
 
 
+def test_packed_chunks_lower(hopper, caplog):
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5), 2, 16)
+    params = random_params(CONFIG, 0, dtype=jnp.bfloat16)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+    )
+    packed = tj.Packed(*(np.zeros(n, np.int32) for n in (2, 64, 2)))
+    text = lowered(
+        lambda params, cache, *given: tj.step(params, CONFIG, plan, tj.get_scorer("snapkv"), cache, *given),
+        params, cache, packed, None,
+    )  # fmt: skip
+    assert kernels(text) == 4  # attention and sums once for both chunks, writing for each
+    assert "stablehlo.while" not in text
+    assert not caplog.records
+
+
 def test_products_with_fp8_weights_lower(hopper, caplog):
     params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)

@@ -199,8 +199,9 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
         assert relative(other_way, want) < 0.1
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["a list", "packed"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
-def test_chunks_of_several_rows_are_each_as_alone(dtype):
+def test_chunks_of_several_rows_are_each_as_alone(dtype, packed):
     """Under budgets of their own, beside a row that decodes, and with a chunk of no row."""
     profile = tj.BudgetProfile.from_ratios(
         np.random.default_rng(0).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32), retention=0.5, alpha=0.0
@@ -223,10 +224,16 @@ def test_chunks_of_several_rows_are_each_as_alone(dtype):
             _, cache = prefill(
                 params, CONFIG, plan, cache, scorer=SNAPKV, row=np.int32(row), tokens=padded, count=count
             )
-    more = [tj.Chunk(np.int32(row), texts[0][:128], np.int32(n)) for row, n in ((1, 100), (2, 128), (4, 1))]
+    sizes = ((1, 60), (2, 68), (4, 0)) if packed else ((1, 100), (2, 128), (4, 1))
+    more = [tj.Chunk(np.int32(row), texts[0][:128], np.int32(n)) for row, n in sizes]
+    together = tj.Packed(
+        np.array([1, 2, 4], np.int32), texts[0][[*range(60), *range(68)]], np.array([60, 68, 0], np.int32)
+    )
     token = tj.Decode(np.array([0], np.int32), np.array([9], np.int32))
     apart = jax.tree.map(jnp.copy, cache)
-    both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(params, CONFIG, plan, SNAPKV, cache, more, token)
+    both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(
+        params, CONFIG, plan, SNAPKV, cache, together if packed else more, token
+    )
     alone = []
     for chunk in more[:2]:
         out, apart = prefill(
