@@ -13,6 +13,7 @@ from jax import lax
 
 from models.config import ModelConfig
 from models.transformer import forward
+from pallas_kernels import fp8_products
 from tangram_jax.cache import Cache
 from tangram_jax.packed import Packed, PackedLayers, Places
 from tangram_jax.plan import CachePlan
@@ -53,10 +54,10 @@ def step(
     chunks = [_placed(part, cache) for part in chunks]
     if decode:
         decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens))
-    # On a GPU one token alone gets an empty slot beside it: XLA computes two tokens' norm in one kernel, one's in two.
-    alone = decode is not None and not chunks and decode.rows.shape[0] == 1 and jax.default_backend() == "gpu"
-    if alone and decode:
-        decode = Decode(jnp.append(decode.rows, cache.num_rows), jnp.append(decode.tokens, 0))
+    empty = 0 if chunks or decode is None else max(_least_tokens(config) - decode.rows.shape[0], 0)
+    if empty and decode:
+        rows = jnp.pad(decode.rows, (0, empty), constant_values=cache.num_rows)
+        decode = Decode(rows, jnp.pad(decode.tokens, (0, empty)))
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
@@ -67,7 +68,7 @@ def step(
         else ChunkLayers(plan, config, scorer, cache, part, dtype)
         for part in chunks
     ]
-    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=alone) if decode else None
+    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=empty) if decode else None
 
     def attend(
         state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
@@ -89,7 +90,7 @@ def step(
         cache = part.write(cache, what)
     if of_decode:
         cache = of_decode.append(cache, new)
-    return logits[:1] if alone else logits, cache
+    return logits[: len(logits) - empty], cache
 
 
 def prefill_chunk(
@@ -131,6 +132,17 @@ def decode_step(
 
 
 _NO_SCORER: Any = None
+
+
+def _least_tokens(config: ModelConfig) -> int:
+    """Fewer on a GPU get empty slots beside them, which attention leaves out.
+
+    XLA computes the norm of two tokens in one kernel, that of one in two, and tokens that have to be padded for FP8 weights in
+    more.
+    """
+    if jax.default_backend() != "gpu":
+        return 1
+    return fp8_products.LEAST_TOKENS if config.weights_fp8 else 2
 
 
 def _or_none(rows: Any, cache: Cache) -> jax.Array:

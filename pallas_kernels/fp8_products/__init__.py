@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from pallas_kernels import support
 from pallas_kernels.fp8_products.packing import TILE, Fp8Weights, pack, packed_shape, quantise, random, unpack
 from pallas_kernels.fp8_products.reference import fp8_products_reference
-from pallas_kernels.fp8_products.tuning import TUNING, Tuning, tuning_for
+from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, TUNING, Tuning, tuning_for
 
 __all__ = [
+    "LEAST_TOKENS",
     "TILE",
     "Fp8Weights",
     "Tuning",

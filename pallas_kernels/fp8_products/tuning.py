@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.fp8_products.packing import BYTES, TILE
 from pallas_kernels.support import num_sms, record_for
 
+LEAST_TOKENS = 8  # of a block; fewer are padded
 SHARED = 228 * 1024  # bytes of an SM's shared memory
 OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
 MOST_SPLIT = 512  # tokens times splits: the sums of parts go through memory in float32
@@ -49,7 +50,7 @@ class Tuning:
 # bfloat16 in several warpgroups at once.
 TUNING = {
     "9.0": (
-        Tuning(rows=8, per_sm=4),
+        Tuning(rows=LEAST_TOKENS, per_sm=4),
         Tuning(rows=16, per_sm=3),
         Tuning(rows=32, per_sm=2),
         Tuning(rows=64, per_sm=2, deep=2),
