@@ -137,8 +137,8 @@ _NO_SCORER: Any = None
 def _least_tokens(config: ModelConfig) -> int:
     """Fewer on a GPU get empty slots beside them, which attention leaves out.
 
-    XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in one more for each
-    product.
+    XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
+    their own.
     """
     if jax.default_backend() != "gpu":
         return 1
