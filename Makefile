@@ -11,9 +11,12 @@ SERVE_FLAGS ?=
 serve: $(READY)
 	$(BIN)/python -m serve --model $(MODEL) $(SERVE_FLAGS)
 
-# The programs of tests run once or twice each: what LLVM would save by optimising them it takes several times over.
+# The programs of tests run once or twice each: what LLVM would save by optimising them it takes several times over, and so
+# does MLIR, of which each small kernel would be compiled with a context of its own.
+QUICK := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+
 test: lint
-	XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	XLA_FLAGS="$(QUICK) $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
