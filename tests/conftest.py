@@ -4,6 +4,7 @@ No test is timed: what is compiled at its first call takes longer there than at 
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers 
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": _compiled,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
@@ -27,6 +28,15 @@ import pytest
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# Tracing makes millions of objects, most of which live as long as what they are compiled to.
+gc.set_threshold(10_000)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is not looked through for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
