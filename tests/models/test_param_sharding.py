@@ -103,8 +103,10 @@ def test_padding_cannot_remove_heads():
 
 def check_sharded_logits() -> None:
     """Run in a process with 8 simulated devices: padded and sharded over 2, 4 and 8, the logits are the same."""
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 48, "dense_layers": (0, 2)}
-    config = tiny_config(num_heads=9, num_kv_heads=3, qk_norm=True, **experts, **gpt_oss_fields(1.5))
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 48, "dense_layers": (0,)}
+    config = tiny_config(
+        num_layers=2, num_heads=9, num_kv_heads=3, qk_norm=True, **experts, **gpt_oss_fields(1.5)
+    )
     params = random_params(config)
     expected = np.asarray(logits_of(params, config))
     padded, padded_config = pad_heads(params, config, 24, 8)
