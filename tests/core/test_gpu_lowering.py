@@ -40,15 +40,15 @@ def kernels(text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("scorer", "cluster", "dtype"),
+    ("scorer", "cluster", "dtype", "batches"),
     [
-        ("snapkv", "layer", jnp.bfloat16),
-        ("expected_attention", "model", jnp.bfloat16),
-        ("snapkv", "model", jnp.uint8),
+        ("snapkv", "layer", jnp.bfloat16, (1, 8)),
+        ("expected_attention", "model", jnp.bfloat16, (1,)),
+        ("snapkv", "model", jnp.uint8, (8,)),
     ],
     ids=["sums", "moments", "bytes"],
 )
-def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
+def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batches):
     profile = tj.BudgetProfile.from_ratios(
         np.random.default_rng(0).uniform(0.1, 0.9, (1, CONFIG.num_layers, CONFIG.num_kv_heads)), retention=0.5
     )
@@ -68,7 +68,7 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype):
     # Attention, writing, and the window's sums or the model's moments and logits; bytes are unpacked.
     assert kernels(text) == (3 if scorer == "snapkv" else 4) + (dtype == jnp.uint8)
     assert "stablehlo.while" not in text  # the host would wait for the loop's condition
-    for batch in (1, 8):
+    for batch in batches:
         text = lowered(
             lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
             params, cache, rows=np.zeros(batch, np.int32), tokens=np.zeros(batch, np.int32),

@@ -296,8 +296,14 @@ def test_bfloat16_inputs_and_vmap_over_layers(scorer):
         np.testing.assert_allclose(both[layer], alone, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, jnp.bfloat16) for case in CASES),
+        ("tail and padding", jnp.float16),
+        ("one token", jnp.float16),
+    ],
+)
 def test_expected_attention_as_the_kernels_take_it(case, dtype):
     """Turned in one go, not centred before products: no further from float64 than `score` with 16-bit inputs."""
     scorer, x = ExpectedAttention(future=40), make_inputs(case)

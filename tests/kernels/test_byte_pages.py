@@ -1,6 +1,5 @@
 """Pages of bytes: the format, and the references that read and write them."""
 
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -48,14 +47,15 @@ def test_what_was_read_is_written_back_within_a_step() -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("size", [4, 16, 64, 128])
 def test_a_page_holds_its_scales(size: int, head_dim: int) -> None:
-    keys = jax.random.split(jax.random.key(2), 2)
-    values = jax.random.randint(keys[0], (3, 2, size, head_dim), 0, 256).astype(jnp.uint8)
-    scales = jax.random.randint(keys[1], (3, 2, size), 0, 256).astype(jnp.uint8)
-    pages = byte_pages.join(values, scales)
+    rng = np.random.default_rng(2)
+    values = rng.integers(0, 256, (3, 2, size, head_dim), np.uint8)
+    scales = rng.integers(0, 256, (3, 2, size), np.uint8)
+    pages = jax.jit(byte_pages.join)(values, scales)
     assert pages.shape[2] == byte_pages.page_rows(jnp.uint8, size, head_dim)
     assert byte_pages.page_size(pages) == size
-    got = byte_pages.split(pages)
-    assert (got[0] == values).all() and (got[1] == scales).all()
+    got = jax.jit(byte_pages.split)(pages)
+    np.testing.assert_array_equal(got[0], values)
+    np.testing.assert_array_equal(got[1], scales)
 
 
 def test_other_pools_have_a_row_for_each_entry() -> None:
@@ -81,11 +81,17 @@ def test_decode_reads_what_the_bytes_stand_for() -> None:
     case = ragged_cases.make_case(
         [[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, head_dim=8, sinks=True, new=True, packed=True
     )
-    plan = ragged_decode.plan_decode(
-        jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=case.page_size
-    )
-    reference = jax.jit(partial(ragged_decode.ragged_decode_reference, scale=case.scale, has_new=True))
-    got = reference(case.q, case.pool, plan.layer(0), sinks=case.options["sinks"])
+
+    @jax.jit
+    def reference(q, pool, sinks, lengths):
+        plan = ragged_decode.plan_decode(
+            lengths, case.table, case.first, case.column, page_size=case.page_size
+        )
+        return ragged_decode.ragged_decode_reference(
+            q, pool, plan.layer(0), scale=case.scale, has_new=True, sinks=sinks
+        )
+
+    got = reference(case.q, case.pool, case.options["sinks"], case.lengths)
     out, lse = case.expected()
     assert ragged_cases.relative_error(got[0], out) < 1e-6
     np.testing.assert_allclose(got[1], lse, atol=2e-6)
@@ -94,8 +100,12 @@ def test_decode_reads_what_the_bytes_stand_for() -> None:
 def test_a_chunk_reads_what_the_bytes_stand_for() -> None:
     case = chunk_cases.make_case([[70, 33, 0]], 20, dtype=jnp.float32, head_dim=16)
     pages, case.pool = in_bytes(case.pool)
-    plan = chunk_cases.plan_of(case)
-    reference = jax.jit(lambda *given: chunk_prefill.chunk_prefill_reference(*given, plan, scale=case.scale))
+
+    @jax.jit
+    def reference(*given):
+        plan = chunk_cases.plan_of(case)
+        return chunk_prefill.chunk_prefill_reference(*given, plan, scale=case.scale)
+
     got = reference(case.q, case.k, case.v, pages)
     out, lse = case.expected()
     assert chunk_cases.relative_error(got[0], out) < 1e-6

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
 from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_ONE, PACKED_SOME
 from tests.kernels.expert_cases import make_case, relative_error
 
+plan_experts = jax.jit(ep.plan_experts, static_argnums=(1, 2))
 PACKED = {"packed": True, "like_gpt_oss": True}
 
 
@@ -32,9 +34,9 @@ def test_plan(data):
     ).experts
     experts[data.draw(st.lists(st.integers(0, tokens - 1), max_size=tokens))] = num_experts  # of no expert
     there = experts < num_experts
-    plan = ep.plan_experts(jnp.asarray(experts), num_experts, block)
-    assert not np.asarray(plan.position)[~there].any()
-    position, token = np.asarray(plan.position)[there], np.asarray(plan.token)
+    plan = jax.tree.map(np.asarray, plan_experts(experts, num_experts, block))
+    assert not plan.position[~there].any()
+    position, token = plan.position[there], plan.token
     assert len(np.unique(position)) == position.size and (position < len(token)).all()
     assert len(token) == ep.num_rows(tokens, per_token, num_experts)
     np.testing.assert_array_equal(token[position], np.nonzero(there)[0])
