@@ -7,6 +7,7 @@ import pytest
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig
+from serve.buckets import Buckets
 from serve.build import build, build_engine
 from tangram_jax.profile import BudgetProfile
 from tests.serve.tiny_engine import TinyEngine
@@ -49,8 +50,14 @@ def answers(config: ServeConfig) -> tuple[list[list[int]], str]:
 def check_engine() -> None:
     import tempfile
     from pathlib import Path
+    from unittest import mock
 
-    with tempfile.TemporaryDirectory() as directory:
+    # As few programs as there can be: two for chunks, one for tokens.
+    few = Buckets(mixed_chunks=(32,), largest_chunk=32, batches=(2,), prompt_logprobs=32)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch("serve.build.make_buckets", lambda *_, **__: few),
+    ):
         path = str(Path(directory) / "profile.npz")
         ratios = np.random.default_rng(0).uniform(0.2, 0.9, (1, 1, 4)).astype(np.float32)
         BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0).save(path)
