@@ -74,16 +74,25 @@ def taken() -> Iterator[socket.socket]:
         yield other
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_it_serves_where_it_says(host: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "number"),
+    [("127.0.0.1", signal.SIGINT), ("localhost", signal.SIGTERM), ("::1", signal.SIGTERM)],
+)
+def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
+    host: str, number: signal.Signals
+) -> None:
     if host == "::1":
         try:
             bind(host, 0).close()
         except ConfigError:
             pytest.skip("this machine has no IPv6")
-    with program(host) as (_, address):
+    with program(host) as (process, address):
         assert address.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:")
         assert httpx.get(f"{address}/health", trust_env=False).status_code == 200
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert process.returncode in (0, -number)
 
 
 def test_a_port_in_use_is_found_before_anything_is_loaded(taken: socket.socket) -> None:
@@ -160,15 +169,6 @@ def test_other_errors_while_compiling_are_seen(error: str) -> None:
     status, errors = ended(f"def start(self, progress): raise {error}\nEngine.start = start")
     assert status == 1
     assert "Traceback" in errors
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_without_a_traceback(number: signal.Signals) -> None:
-    with program() as (process, _):
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-    assert "Traceback" not in errors
-    assert process.returncode in (0, -number)
 
 
 def test_an_engine_that_lost_its_device_ends_it_with_status_1() -> None:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from serve.errors import APIError
-from serve.grammar import GrammarError, Vocabulary
+from serve.grammar import Grammar, GrammarError, Vocabulary
 from serve.parts import Arguments, CallStart, Content, merged
 from serve.protocol import ChatRequest
-from serve.structured import GrammarSpec
 from serve.tool_calls import CallParser
 from serve.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED, chosen_format, mentions_tools
 from serve.tool_prompt import ToolSupport
@@ -71,9 +70,9 @@ def request(**fields) -> ChatRequest:
     return ChatRequest.parse({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS} | fields)
 
 
-def write(vocabulary: Vocabulary, spec: GrammarSpec, seed: int) -> list[int]:
+def write(grammar: Grammar, seed: int) -> list[int]:
     """Random tokens of the grammar."""
-    state, choose, tokens = vocabulary.compile(spec.lark).start(), random.Random(seed), []
+    state, choose, tokens = grammar.start(), random.Random(seed), []
     while len(tokens) < 3000:
         allowed = np.flatnonzero(np.unpackbits(state.mask.view(np.uint8), bitorder="little")).tolist()
         token = choose.choice(allowed)
@@ -100,10 +99,10 @@ def test_what_a_grammar_allows_is_calls(name, fields):
     support, asked = ToolSupport.of(tokenizer), request(**fields)
     spec = support.grammar(asked)
     assert (spec.kind, spec.param) == ("tools", "tools")
-    vocabulary = Vocabulary(tokenizer, 264, (0, 2))
+    grammar = Vocabulary(tokenizer, 264, (0, 2)).compile(spec.lark)
     counts, called = set(), set()
     for seed in range(10):
-        tokens = write(vocabulary, spec, seed)
+        tokens = write(grammar, seed)
         detokenizer = tokenizer.detokenizer(True, support.special.values())
         parser = support.parser(asked)
         assert isinstance(parser, CallParser)
@@ -127,7 +126,8 @@ def test_what_a_grammar_allows_is_calls(name, fields):
 
 def test_markers_are_special_tokens_in_a_grammar():
     support = ToolSupport.of(tool_tokenizer("mistral named"))
-    tokens = write(Vocabulary(support.tokenizer, 264, (0, 2)), support.grammar(request(tool_choice=NAMED)), 0)
+    spec = support.grammar(request(tool_choice=NAMED))
+    tokens = write(Vocabulary(support.tokenizer, 264, (0, 2)).compile(spec.lark), 0)
     assert (tokens[0], tokens.count(4), tokens.count(5)) == (4, 1, 1)
 
 
