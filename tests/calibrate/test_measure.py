@@ -56,15 +56,21 @@ def test_attention_and_log_sum_exp(monkeypatch, count, soft_cap):
 
 def snapkv_shares_by_hand(params, config, ids, retention, sinks, window):
     """Section 4.1 with SnapKV, written out; ties as documented: earlier position, then lower head."""
-    layers = {}
 
-    def attend(state, layer, q, k, v, sinks=None):
-        layers[layer] = (q, k)
-        return dense(state, layer, q, k, v, sinks)
+    @jax.jit
+    def queries_and_keys(params, ids):
+        layers = {}
 
-    positions = jnp.arange(len(ids))
-    dense = dense_attend(positions, config=config)
-    forward(params, config, ids, positions, attend, ())
+        def attend(state, layer, q, k, v, sinks=None):
+            layers[layer] = (q, k)
+            return dense(state, layer, q, k, v, sinks)
+
+        positions = jnp.arange(len(ids))
+        dense = dense_attend(positions, config=config)
+        forward(params, config, ids, positions, attend, ())
+        return layers
+
+    layers = queries_and_keys(params, ids)
     shares = []
     for layer in config.full_layers:
         q, k = layers[layer]
