@@ -288,21 +288,29 @@ def greedy(
     prompt: list[int],
     count: int,
     *,
+    guess: list[int] | None = None,
     banned: tuple[int, ...] = (),
     banned_until: int = 0,
     penalize: Any = None,
     config: ModelConfig = CONFIG,
 ) -> list[int]:
-    """The greedy continuation: `banned` ids not before `banned_until` tokens, logits through `penalize` if given."""
-    tokens = list(prompt)
-    for i in range(count):
-        logits = dense_logits(tokens, config)[-1].astype(np.float64)
-        if i < banned_until:
-            logits[list(banned)] = -np.inf
-        if penalize:
-            logits = penalize(logits, prompt, tokens[len(prompt) :])
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
+    """The greedy continuation: `banned` ids not before `banned_until` tokens, logits through `penalize` if given.
+
+    A `guess` changes nothing but the time: logits of what it has right are all computed at once.
+    """
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tried = [*prompt, *tokens, *(guess or [])[len(tokens) : count - 1]]
+        for row in dense_logits(tried, config)[len(prompt) + len(tokens) - 1 :]:
+            logits = row.astype(np.float64)
+            if len(tokens) < banned_until:
+                logits[list(banned)] = -np.inf
+            if penalize:
+                logits = penalize(logits, prompt, list(tokens))
+            tokens.append(int(logits.argmax()))
+            if tried[len(prompt) : len(prompt) + len(tokens)] != tokens:
+                break
+    return tokens
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
