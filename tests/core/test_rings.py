@@ -50,7 +50,7 @@ def dense(config, params, tokens):
 
 def dense_logits(tokens, config=CONFIG):
     """f32[n, V], from one program for all lengths."""
-    padded = np.zeros(256, np.int32)
+    padded = np.zeros(160, np.int32)
     padded[: len(tokens)] = tokens
     return np.asarray(dense(config, params_of(config), padded))[: len(tokens)]
 
