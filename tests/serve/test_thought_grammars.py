@@ -108,9 +108,10 @@ def test_calls_after_thoughts(tags, beginning):
 
 def test_random_answers():
     spec = ThoughtSupport(True, TAGS).grammar(FORMS["choice"], "possible")
+    grammar = VOCABULARIES["special"].compile(spec.lark)
     found, tokenizer = set(), TOKENIZERS["special"]
     for seed in range(8):
-        tokens = write(VOCABULARIES["special"], spec, seed)
+        tokens = write(grammar, seed)
         reader, detokenizer = (
             AnswerReader("possible", tags=TAGS.values()),
             tokenizer.detokenizer(keep=TAGS.values()),
