@@ -35,6 +35,24 @@ def write_pages_mosaic_gpu(
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.keep.write_pages`."""
+    held = jnp.asarray(np.maximum(heads, 0).astype(np.int32))
+    source, pages = source.astype(i32), pages.astype(i32)
+    return _call(pool, keys, values, tail, source, pages, held, interpret=interpret)
+
+
+# One text for all chunks of a step: the runtime compiles a kernel once for each distinct text.
+@functools.partial(jax.jit, static_argnames="interpret")
+def _call(
+    pool: jax.Array,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    tail: jax.Array,
+    source: jax.Array,
+    pages: jax.Array,
+    heads: jax.Array,
+    *,
+    interpret: Any,
+) -> jax.Array:
     groups, columns = heads.shape
     body = functools.partial(_kernel, interpret is not None)
 
@@ -48,8 +66,7 @@ def write_pages_mosaic_gpu(
         **({} if interpret is None else {"interpret": interpret}),
     )
     ref = jax.new_ref(pool)
-    head = jnp.asarray(np.maximum(heads, 0).astype(np.int32))
-    kernel(ref, tail, source.astype(i32), pages.astype(i32), head, *keys, *values)
+    kernel(ref, tail, source, pages, heads, *keys, *values)
     return jax.freeze(ref)
 
 
