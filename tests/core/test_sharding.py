@@ -20,7 +20,7 @@ from tangram_jax.sharding import TensorParallel, head_order
 from tests.simulated import on_simulated_devices
 
 SNAPKV = tj.get_scorer("snapkv")
-SIZES = {"num_pages": 300, "max_requests": 3, "max_tokens": 128, "max_tail": 32}
+SIZES = {"num_pages": 600, "max_requests": 3, "max_tokens": 128, "max_tail": 32}
 
 
 def ragged_plan(config: ModelConfig, heads_per_page: int, *, alike: bool = False) -> tj.CachePlan:
@@ -62,7 +62,8 @@ def run(params, config, plan, devices: int = 1, dtype=np.float32) -> np.ndarray:
     chunk = tj.Chunk(np.int32(0), tokens[:16], np.int32(10))
     decode = tj.Decode(np.array([1, 2], np.int32), np.array([9, 10], np.int32))
     logits, cache = step(params, SNAPKV, cache, chunk, decode)
-    assert step._cache_size() == 3  # every call of a program found the arrays where it expects them
+    # On a mesh every call of a program found the arrays where it expects them.
+    assert devices == 1 or step._cache_size() == 3
     return np.concatenate([*out, logits])
 
 
