@@ -9,7 +9,7 @@
 Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
 weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
 request's first token, "gap" the time between two tokens of a request. `--half-empty` serves all once more with chunks that
-are not split to fill the programs that run them (`serve.limits`), `--apart` with one chunk a step.
+are not split to fill the programs that run them (`serve.limits`). `--apart`: with up to four chunks a step, then with one.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def main() -> None:
             config, params, retention,
             max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
             kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
-            prefix_cache=False, programs=args.programs,
+            prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else 1,
         )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer
         for how in ("as served", *["not split"] * args.half_empty, *["one prompt a step"] * args.apart):

@@ -52,6 +52,7 @@ class ServeConfig:
     generation_config: str = "auto"  # whose defaults for sampling: the model's own, or none
 
     max_num_seqs: int | None = None  # requests (choices) that run at once
+    max_num_partial_prefills: int = 1  # prompts of which a step has a chunk
     max_num_batched_tokens: int | None = None  # tokens of one engine step
     page_size: int | None = None  # entries of a page
     num_pages: int | None = None
@@ -95,6 +96,7 @@ class ServeConfig:
             ("--max-model-len", self.max_model_len, 2, 2**24),
             ("--seed", self.seed, -(2**63), 2**63 - 1),
             ("--max-num-seqs", self.max_num_seqs, 1, 65536),
+            ("--max-num-partial-prefills", self.max_num_partial_prefills, 1, 8),
             ("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 2**20),
             ("--num-pages", self.num_pages, 1, 2**31 - 1),
             ("--kv-cache-memory", self.kv_cache_bytes, 1, 2**50),

@@ -8,8 +8,6 @@ import numpy as np
 CHUNKS = (32, 128, 512, 2048, 8192)
 # Of these, tokens of several chunks in one step. Longer ones keep a GPU busy alone.
 PACKED = (128, 512)
-# Chunks in such a step. Each has attention, scores and writes of its own: four take twice as long to compile as one.
-PLACES = 4
 # Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
 MOST_SCORED = 512
 
@@ -77,11 +75,16 @@ class Buckets:
         return next(b for b in self.batches if b >= count)
 
 
-def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len: int) -> Buckets:
+def make_buckets(
+    max_num_seqs: int, max_tokens: int, window: int, max_model_len: int, places: int = 1
+) -> Buckets:
     """Few shapes, at most four times apart: every chunk and batch runs in the next larger one.
 
     Batches beyond 16 are twice apart: a GPU takes 8% longer for products with 64 tokens than with 32, but only 3% longer for
     a step of 16 tokens than of 4.
+
+    `places`: chunks that a step may have. Each has attention, scores and writes of its own: four take twice as long to
+    compile as one, and on a CPU a minute to load again.
     """
     least = -(-window // 8) * 8
     # As long as the longest request, in the multiples of 64 tokens that the kernels take that score a chunk's entries.
@@ -90,7 +93,7 @@ def make_buckets(max_num_seqs: int, max_tokens: int, window: int, max_model_len:
     mixed = [least, *(c for c in CHUNKS if least < c < most)]
     sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))
     batches = {*(n for n in sizes if n < max_num_seqs), max(1, max_num_seqs // 2), max_num_seqs}
-    places = min(PLACES, max_num_seqs)
+    places = min(places, max_num_seqs)
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,

@@ -106,6 +106,13 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"requests at once {by_machine.format(ON_CPU.max_num_seqs, ON_GPU.max_num_seqs)}",
     )
     memory.add_argument(
+        "--max-num-partial-prefills",
+        type=int,
+        metavar="N",
+        help=f"short prompts prefilled in one step, at most (default {default.max_num_partial_prefills}); a start with more "
+        "takes longer: one or two programs are N times as large",
+    )
+    memory.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",

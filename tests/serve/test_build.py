@@ -55,7 +55,7 @@ def test_chunks_hold_a_window_and_little_more_than_the_longest_request(
 def test_packed_chunks_take_no_more_memory_than_one_and_as_many_rows_of_logits(
     requests, tokens, length, packed, places, slots
 ):
-    buckets = make_buckets(requests, tokens, 32, length)
+    buckets = make_buckets(requests, tokens, 32, length, 4)
     assert (buckets.packed_chunks, buckets.places, buckets.packed_slots) == (packed, places, slots)
     assert {*packed} <= {*buckets.mixed_chunks}
     assert all(size * places <= buckets.largest_chunk for size in packed)
