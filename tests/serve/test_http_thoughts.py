@@ -43,7 +43,6 @@ def plain_ask(server, stream=False, messages=HELLO, **options):
         thoughts.append(thought or "")
         texts.append(choice.delta.content or "")
         reason = choice.finish_reason or reason
-    assert sum(map(bool, thoughts)) != 1 or not thoughts[-1]
     return "".join(thoughts) or None, "".join(texts) or None, reason
 
 
