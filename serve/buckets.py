@@ -36,9 +36,7 @@ class Buckets:
     largest_chunk: int  # token slots of a chunk alone
     batches: tuple[int, ...]  # decode slots, ascending
     prompt_logprobs: int  # token slots of a chunk whose every token is scored
-    packed_chunks: tuple[
-        int, ...
-    ] = ()  # token slots of several chunks beside decode slots, some of `mixed_chunks`
+    packed_chunks: tuple[int, ...] = ()  # token slots of several chunks: some of `mixed_chunks`
     places: int = 1  # of such chunks
 
     @property

@@ -37,9 +37,8 @@ class Chunks:
         ready = [s for s in running if self._is_ready(s)]
         while ready:
             first = ready.pop(0)
-            if first.state is None or (
-                first.needs_prompt_logprobs and not score
-            ):  # others may have preempted it since
+            gone = first.state is None  # others may have preempted it since
+            if gone or (first.needs_prompt_logprobs and not score):
                 continue
             group = self._group(first, ready, decoding)
             if first.needs_prompt_logprobs:
@@ -47,6 +46,7 @@ class Chunks:
             elif group:
                 most = self._limits.packed_chunks[-1]
             else:
+                assert first.state is not None
                 ahead = self._end(first) - first.state.cached
                 most = self._limits.chunk_size(ahead, beside_decode=decoding > 0)
             if work := self._chunk(first, most):

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 ROOM = 64  # tail tokens that are reserved at a time
-WORTH_A_STEP = (
-    256  # empty slots of a chunk: on an H200 a quarter of what a step of an 8B model takes without one
-)
+# Empty slots of a chunk: on an H200 a quarter of what a step of an 8B model takes without one.
+WORTH_A_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -15,13 +14,9 @@ class Limits:
     max_model_len: int
     max_tail: int  # tail tokens after which a generation is compressed
     max_chunk: int  # tokens of a chunk
-    chunks_beside_decode: tuple[
-        int, ...
-    ]  # the sizes while others decode, so that their streams go on; ascending
+    chunks_beside_decode: tuple[int, ...]  # while others decode, so that their streams go on; ascending
     prompt_logprob_chunk: int
-    packed_chunks: tuple[
-        int, ...
-    ] = ()  # tokens of several chunks in one step, each a size beside decode; ascending
+    packed_chunks: tuple[int, ...] = ()  # tokens of several chunks in one step: some of these sizes
     packed_places: int = 1  # chunks in such a step at most
     least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
     host_bytes: int = 0  # of host memory, for stored rows that must leave the pool

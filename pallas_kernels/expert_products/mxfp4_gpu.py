@@ -20,6 +20,7 @@ from pallas_kernels.expert_products import mxfp4, unpack_op
 from pallas_kernels.expert_products.mosaic_gpu import finish
 from pallas_kernels.expert_products.plan import ExpertPlan, place
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
+from pallas_kernels.left_operand import store_transposed
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 i32, f32 = jnp.int32, jnp.float32
@@ -264,9 +265,7 @@ def _compute(
         if bias:
             sums = tuple(s + _bias(bias[0], tile.expert, part, column, rows) for part, s in enumerate(sums))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        unpack_op.store_transposed(
-            finish(sums, cfg.limit).astype(out.dtype), staged, interpreted=cfg.interpreted
-        )
+        store_transposed(finish(sums, cfg.limit).astype(out.dtype), staged, interpreted=cfg.interpreted)
         plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(column * TILE, TILE), TILE)
 

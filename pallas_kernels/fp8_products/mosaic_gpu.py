@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_products.unpack_op import store_transposed
 from pallas_kernels.fp8_products import device_ops
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
 from pallas_kernels.fp8_products.tuning import Tuning
+from pallas_kernels.left_operand import store_transposed
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 i32, f32 = jnp.int32, jnp.float32

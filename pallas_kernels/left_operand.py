@@ -1,0 +1,86 @@
+"""Packed weights as a matrix instruction's left operand, made in registers with `inline_mgpu`.
+
+The interpreter, whose products take references, has a plain path.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+TILE = 64  # columns, and depth
+
+
+def left_operand(
+    tile: jax.Ref,
+    spare: jax.Ref | None,
+    unpack: Callable[[jax.Array], jax.Array],
+    pairs: Callable[[Any, Any], Iterator[tuple[int, int, Any]]],
+) -> Any:
+    """A packed tile, 32-bit words in shared memory, as a matrix instruction's left operand [columns, depth].
+
+    bf16 in registers; under the interpreter in `spare` [columns, depth] shared memory.
+
+    Args:
+      unpack: the tile's words -> [depth, columns].
+      pairs: of a pointer to the words and a thread's number (0 to 127), what that thread holds: (eighth of the depth, half
+        of its warp's columns, two bfloat16s side by side along the depth).
+    """
+    if spare is not None:
+        spare[...] = unpack(tile[...]).T.astype(spare.dtype)
+        plgpu.commit_smem()
+        return spare
+    result = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def run(ctx: Any, tile: Any) -> Any:
+        del ctx
+        pointer = mgpu_utils.memref_ptr(tile)
+        thread = arith.remui(mgpu_utils.thread_idx(), constant(128))
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE)), object)
+        for eighth, half, pair in pairs(pointer, thread):
+            registers[0, eighth, 0, 0, half, 0, 0, 0, 0] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return run(tile)
+
+
+def constant(value: int) -> Any:
+    """32 bits."""
+    return mgpu_utils.c(value - (1 << 32) if value >> 31 else value, ir.IntegerType.get_signless(32))
+
+
+def four_words(pointer: Any, thread: Any, first: int = 0) -> list[Any]:
+    """Those of a thread, which lie side by side after those of the threads before it."""
+    i32 = ir.IntegerType.get_signless(32)
+    own = mgpu_utils.getelementptr(pointer, [arith.muli(thread, constant(4))], i32)
+    own = mgpu_utils.getelementptr(own, [constant(first)], i32) if first else own
+    words = llvm.load(ir.VectorType.get((4,), i32), own, alignment=16)
+    return [vector.extract(words, dynamic_position=[], static_position=[number]) for number in range(4)]
+
+
+def word(pointer: Any, at: Any) -> Any:
+    """One of the tile's."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.load(i32, mgpu_utils.getelementptr(pointer, [at], i32))
+
+
+def bfloat16s(bits: Any) -> Any:
+    """Two, of 32 bits."""
+    return mgpu_utils.bitcast(bits, ir.VectorType.get((2,), ir.BF16Type.get()))
+
+
+def store_transposed(value: jax.Array, dst: Any, *, interpreted: bool) -> None:
+    """Stores [columns, rows] registers to [rows, columns] in shared memory."""
+    if interpreted:
+        dst[...] = value.T
+        return
+    value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+    dst.transpose((1, 0))[...] = value
