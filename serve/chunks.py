@@ -34,26 +34,25 @@ class Chunks:
 
     def next(self, running: Iterable[Sequence], decoding: int, score: bool) -> list[ChunkWork]:
         """The chunks of the next step, beside `decoding` sequences; prompt log-probabilities only if `score`, and alone."""
-        ready = [s for s in running if self._is_ready(s)]
-        while ready:
-            first = ready.pop(0)
-            gone = first.state is None  # others may have preempted it since
-            if gone or (first.needs_prompt_logprobs and not score):
-                continue
-            group = self._group(first, ready, decoding)
-            if first.needs_prompt_logprobs:
-                most = self._limits.prompt_logprob_chunk
-            elif group:
-                most = self._limits.packed_chunks[-1]
-            else:
-                assert first.state is not None
-                ahead = self._end(first) - first.state.cached
-                most = self._limits.chunk_size(ahead, beside_decode=decoding > 0)
-            if work := self._chunk(first, most):
-                # Those that the first one preempted have no row any more; they themselves preempt nobody.
-                others = [self._chunk(s, most, preempt=False) for s in group if s.state]
-                return [work, *(w for w in others if w)]
-        return []
+        ready = [s for s in running if self._is_ready(s) and (score or not s.needs_prompt_logprobs)]
+        if not ready:
+            return []
+        first, *others = ready
+        group = self._group(first, others, decoding)
+        if first.needs_prompt_logprobs:
+            most = self._limits.prompt_logprob_chunk
+        elif group:
+            most = self._limits.packed_chunks[-1]
+        else:
+            assert first.state is not None
+            ahead = self._end(first) - first.state.cached
+            most = self._limits.chunk_size(ahead, beside_decode=decoding > 0)
+        work = self._chunk(first, most)
+        if not work:
+            return []  # it was preempted itself, after all who came later
+        # Those that it preempted have no row any more; the others preempt nobody.
+        chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
+        return [work, *(c for c in chunks if c)]
 
     def _is_ready(self, sequence: Sequence) -> bool:
         if sequence.state is None or sequence.in_flight or sequence.left < 1:
