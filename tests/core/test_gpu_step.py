@@ -10,6 +10,7 @@ import pytest
 import tangram_jax as tj
 from models.attention import dense_attend
 from models.config import ModelConfig
+from models.fp8_weights import in_floats
 from models.testing import (
     random_params,
     tiny_config,
@@ -197,6 +198,26 @@ def test_kernels_and_xla_agree_on_a_ragged_cache(cluster, monkeypatch):
     for got, other_way, want in zip(fast, composed, slow, strict=True):
         assert relative(got, want) < 0.1
         assert relative(other_way, want) < 0.1
+
+
+def test_fp8_weights_are_the_floats_that_they_stand_for(caplog):
+    """In prompts and in steps of one token, which gets empty slots beside it, and of nine."""
+    config = CONFIG.replace(weights_fp8=True)
+    plan = uniform_plan(config, 64)
+    params = random_params(config, 0, dtype=jnp.bfloat16)
+    floats, plain = in_floats(params, config)
+    tokens = np.random.default_rng(0).integers(8, config.vocab_size, 512).astype(np.int32)
+    outs = []
+    for which, of in ((params, config), (floats, plain)):
+        prefill, decode = functions()
+        logits, cache = run_prompt(prefill, which, plan, new_cache(plan, 64), tokens, 128, of)
+        rows = (np.array([1], np.int32), np.array([9] * 8 + [1], np.int32))
+        one, cache = decode(which, of, plan, cache, rows=rows[0], tokens=tokens[:1])
+        nine, _ = decode(which, of, plan, cache, rows=rows[1], tokens=tokens[:9])
+        outs.append((logits, one[0], nine[8]))
+    for got, want in zip(*outs, strict=True):
+        assert relative(got, want) < 5e-2
+    assert "FP8 weights are unpacked" not in caplog.text
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["a list", "packed"])

@@ -1,5 +1,7 @@
 """Chunked prefill and decode through the paged cache: exact at full retention, lawful and protective below it."""
 
+import functools
+import sys
 from dataclasses import replace
 
 import jax
@@ -253,6 +255,29 @@ def test_any_number_of_no_row_is_an_empty_slot():
         _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(row))
         assert cache.tokens.tolist() == [0, 0, 53]
         np.testing.assert_array_equal(cache.pool, pool)
+
+
+@pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), (3, 8), (4, 4)])
+def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, monkeypatch):
+    """As on a GPU: see `_least_tokens`."""
+    plan = plan_of("ragged", 2, 8, min_entries=12)
+    cache = new_cache(plan)
+    for row in range(tokens - 1):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(20), np.int32(4))
+        _, cache = prefill(plan, cache, random_tokens(20, seed=row), 20, row=np.int32(row))
+    apart = jax.tree.map(jnp.copy, cache)
+    given = {
+        "rows": np.arange(tokens, dtype=np.int32),
+        "tokens": random_tokens(tokens),
+    }  # the last row has no page
+    want, cache = decode_step(PARAMS, CONFIG, plan, cache, **given)
+    monkeypatch.setattr(sys.modules["tangram_jax.step"], "_least_tokens", lambda _: least)
+    traced = jax.jit(functools.partial(tj.decode_step), static_argnums=(1, 2), donate_argnames="cache")
+    got, apart = traced(PARAMS, CONFIG, plan, apart, **given)
+    assert got.shape == (tokens, CONFIG.vocab_size)
+    np.testing.assert_allclose(got[: tokens - 1], want[: tokens - 1], atol=1e-4)
+    for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_the_pool_is_never_copied():

@@ -11,7 +11,7 @@ from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import DIVISIONS, ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.build import build, build_engine, sampling_defaults
-from serve.flags import make_parser
+from serve.flags import make_parser, parse_args
 from tangram_jax import plan
 from tangram_jax.profile import BudgetProfile
 
@@ -140,6 +140,19 @@ def test_the_division_of_decode_attention_is_the_plan_s(division):
     model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
     served = ServeConfig(decode_division=division, max_num_seqs=1, num_pages=2000)
     assert build_engine(served, model, dtype=jnp.float32).plan.division == division
+
+
+@pytest.mark.parametrize(
+    ("flags", "places", "packed"), [([], 1, ()), (["--max-num-partial-prefills", "3"], 3, (128,))]
+)
+def test_several_prompts_share_a_step_if_asked_for(flags, places, packed):
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    served = parse_args([*flags, "--max-num-batched-tokens", "512", "--num-pages", "2000"])
+    engine = build_engine(served, model, dtype=jnp.float32).engine
+    limits, buckets = engine._scheduler.limits, engine._runner.buckets
+    assert (limits.packed_places, limits.packed_chunks) == (places, packed)
+    assert (buckets.places, buckets.packed_chunks) == (places, packed)
 
 
 def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
