@@ -171,7 +171,13 @@ def main() -> None:
     parser.add_argument("--retention", type=float, default=0.25)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="weights",
+        choices=("weights", "dynamic"),
+        help="the dense products' weights in FP8; dynamic: many tokens too",
+    )
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
@@ -187,7 +193,7 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
-        config = with_fp8_weights(config)
+        config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
     longest = args.context + most_tokens(args)
     if longest > config.max_positions:
         parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")

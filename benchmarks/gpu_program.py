@@ -176,7 +176,13 @@ def main() -> None:
         "--packed", type=int, default=0, help="chunks of so many rows in the tokens of --chunk"
     )
     parser.add_argument("--bytes", action="store_true", help="pages of bytes")
-    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="weights",
+        choices=("weights", "dynamic"),
+        help="the dense products' weights in FP8; dynamic: many tokens too",
+    )
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # for everything but the program, also where there is a GPU
@@ -185,7 +191,7 @@ def main() -> None:
     else:
         config = first_layers(SHAPES[args.shape], args.layers)
         if args.fp8:
-            config = with_fp8_weights(config)
+            config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
         dtype = byte_pages.DTYPE if args.bytes else jnp.bfloat16
         program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype, args.packed)
     listed = kernels(program.as_text())

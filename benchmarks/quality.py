@@ -44,7 +44,7 @@ from calibrate import shipped_profile
 from calibrate.run import versions
 from calibrate.samples import heldout_samples
 from models.config import ModelConfig
-from models.registry import DEFAULT_MODEL, LoadedModel, load_model
+from models.registry import DEFAULT_MODEL, QUANTIZATIONS, LoadedModel, load_model
 from serve.args import ServeConfig
 from tangram_jax.scorers import Scorer
 
@@ -191,7 +191,7 @@ def make_setups(
         changes: dict[str, Any] = {"label": f"{floats.label}, in bytes", "dtype": jnp.uint8}
         if in_fp8:
             changes = {"params": in_fp8.params, "config": in_fp8.config}
-            changes["label"] = f"{floats.label}, weights in FP8"
+            changes["label"] = f"{floats.label}, {arguments.fp8}"
         return replace(floats, against=floats, results={}, **changes)
 
     setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]
@@ -347,7 +347,13 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument(
         "--bytes", action="store_true", help="compare caches of bytes with those of float32"
     )
-    compared.add_argument("--fp8", action="store_true", help="compare weights in FP8 with those of float32")
+    compared.add_argument(
+        "--fp8",
+        nargs="?",
+        const="fp8",
+        choices=QUANTIZATIONS,
+        help="compare weights in FP8 with those of float32",
+    )
     out.add_argument("--samples", type=int, default=40)
     out.add_argument("--context", type=int, default=1536)
     out.add_argument("--continuation", type=int, default=256)
@@ -373,7 +379,7 @@ def main() -> int:
     if arguments.retention:
         profile = replace(profile, retention=arguments.retention)
     model = load_model(arguments.model)
-    in_fp8 = load_model(arguments.model, quantization="fp8") if arguments.fp8 else None
+    in_fp8 = load_model(arguments.model, quantization=arguments.fp8) if arguments.fp8 else None
     setups = make_setups(model, profile, arguments, in_fp8)
     parts = [] if arguments.needle_only else [measure_text]
     parts += [measure_needles] if arguments.needles else []

@@ -14,12 +14,12 @@ from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Weights
 
 
-def with_fp8_weights(config: ModelConfig) -> ModelConfig:
-    """The configuration with the weights of the dense products in FP8.
+def with_fp8_weights(config: ModelConfig, *, dynamic: bool = False) -> ModelConfig:
+    """The configuration with the weights of the dense products in FP8; `dynamic`: and many tokens for these products.
 
     Raises UnsupportedModelError naming every matrix that cannot be.
     """
-    config = config.replace(weights_fp8=True)
+    config = config.replace(weights_fp8=True, activations_fp8=dynamic)
     problems: dict[str, None] = {}  # ordered set: layers repeat
     for layer in param_specs(config)["layers"]:
         for name, spec in layer.items():
@@ -77,7 +77,7 @@ def in_floats(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]
     dtype = params["embed"].dtype
     return map_specs(
         lambda spec, leaf: dequantised(leaf, spec, dtype) if spec.fp8 else leaf, param_specs(config), params
-    ), config.replace(weights_fp8=False)
+    ), config.replace(weights_fp8=False, activations_fp8=False)
 
 
 # One tile's columns after another's: on the way they take several times their memory.

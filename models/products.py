@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Weights
 from pallas_kernels.support import check_one_device
@@ -17,18 +18,21 @@ log = logging.getLogger("tangram")
 
 
 def product(
-    x: Float[Array, "T depth"], weights: Array | Fp8Weights, columns: tuple[int, ...]
+    x: Float[Array, "T depth"], weights: Array | Fp8Weights, columns: tuple[int, ...], config: ModelConfig
 ) -> Float[Array, "T ..."]:
     """Tokens times a matrix: [T, *columns], in the dtype of x.
 
-    `weights`: floats, [..., *columns] of `depth` rows in any number of axes; or that matrix in FP8, which a kernel
-    multiplies on a Hopper GPU, elsewhere XLA operations.
+    `weights`: floats, [..., *columns] of `depth` rows in any number of axes; or that matrix in FP8, which kernels
+    multiply on a Hopper GPU, elsewhere XLA operations. `config` says whether many tokens become FP8 for that.
     """
-    if isinstance(weights, Fp8Weights):
-        multiply = fp8.fp8_products if _has_kernel(x, weights) else fp8.fp8_products_reference
-        return multiply(x, weights).reshape(-1, *columns)
-    # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
-    return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
+    if not isinstance(weights, Fp8Weights):
+        # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
+        return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
+    multiply, quantise = fp8.fp8_products_reference, fp8.quantise_tokens_reference
+    if _has_kernel(x, weights):
+        multiply, quantise = fp8.fp8_products, fp8.quantise_tokens
+    narrow = config.activations_fp8 and len(x) >= fp8.LEAST_NARROW
+    return multiply(quantise(x) if narrow else x, weights).astype(x.dtype).reshape(-1, *columns)
 
 
 def _has_kernel(x: Array, weights: Fp8Weights) -> bool:

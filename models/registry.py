@@ -77,7 +77,7 @@ HUB_NAMES: dict[str, str] = {
     for size in ("2-2b", "2-9b", "2-27b", "3-270m", "3-1b", "3-4b", "3-12b", "3-27b")
 } | {f"gpt-oss-{size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")}
 
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "fp8-dynamic")
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
 
@@ -104,6 +104,7 @@ def load_model(
         On a mesh they do not.
       quantization: "fp8": the weights of the dense products become FP8 as they are read, with a scale for each output; those
         that are FP8 and have a scale for each output, or for all, stay as they are. All others are as without it.
+        "fp8-dynamic": in steps of many tokens these become FP8 too, for these products (`ModelConfig.activations_fp8`).
       mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:
@@ -121,7 +122,14 @@ def load_model(
         )
     if quantization and mesh is not None:
         raise ValueError(f"quantization {quantization} is for one device: leave it or the mesh out")
-    how = _How(dtype, progress, keep_mxfp4, quantization == "fp8", mesh)
+    model = _load(name_or_path, overrides, _How(dtype, progress, keep_mxfp4, quantization is not None, mesh))
+    if quantization == "fp8-dynamic":
+        model = dataclasses.replace(model, config=model.config.replace(activations_fp8=True))
+    return model
+
+
+def _load(name_or_path: str | Path, overrides: Mapping[str, Any] | None, how: _How) -> LoadedModel:
+    progress = how.progress
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if overrides and (text.lower() in SHORT_NAMES or path.suffix.lower() == ".gguf"):

@@ -82,7 +82,7 @@ def _attention_inputs(
     with jax.named_scope("attn_norm"):
         h = _norm(x, layer_params["attn_norm"], config)
     with jax.named_scope("qkv"):
-        qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim))
+        qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim), config)
         if config.qkv_bias:
             qkv = qkv + layer_params["qkv_bias"]
     if config.qk_norm:
@@ -103,7 +103,7 @@ def _after_attention(
 ) -> Array:
     with jax.named_scope("attn_out"):
         h = attended.reshape(x.shape[0], -1).astype(x.dtype)
-        h = _over_devices(product(h, layer_params["attn_out"], (x.shape[1],)), config)
+        h = _over_devices(product(h, layer_params["attn_out"], (x.shape[1],), config), config)
         if config.attn_out_bias:
             h = h + layer_params["attn_out_bias"]
         if config.post_norms:
@@ -121,9 +121,9 @@ def _after_attention(
 
 
 def _mlp(layer_params: Params, h: Array, config: ModelConfig) -> Array:
-    gate_up = product(h, layer_params["gate_up"], (2, config.intermediate_size))
+    gate_up = product(h, layer_params["gate_up"], (2, config.intermediate_size), config)
     gated = _gate(gate_up[:, 0], config) * gate_up[:, 1]
-    return product(gated, layer_params["down"], (h.shape[1],))
+    return product(gated, layer_params["down"], (h.shape[1],), config)
 
 
 def _gate(x: Array, config: ModelConfig) -> Array:

@@ -22,32 +22,39 @@ def left_operand(
     tile: jax.Ref,
     spare: jax.Ref | None,
     unpack: Callable[[jax.Array], jax.Array],
-    pairs: Callable[[Any, Any], Iterator[tuple[int, int, Any]]],
+    registers_of: Callable[[Any, Any], Iterator[tuple[int, int, Any]]],
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    depth: int = TILE,
 ) -> Any:
-    """A packed tile, 32-bit words in shared memory, as a matrix instruction's left operand [columns, depth].
+    """A packed tile, or several along the depth, as a matrix instruction's left operand [columns, depth].
 
-    bf16 in registers; under the interpreter in `spare` [columns, depth] shared memory.
+    Packed in 32-bit words in shared memory, made in registers; under the interpreter in `spare` [columns, depth] shared
+    memory.
 
     Args:
-      unpack: the tile's words -> [depth, columns].
-      pairs: of a pointer to the words and a thread's number (0 to 127), what that thread holds: (eighth of the depth, half
-        of its warp's columns, two bfloat16s side by side along the depth).
+      unpack: the words -> [depth, columns].
+      registers_of: of a pointer to the words and a thread's number (0 to 127), what that thread holds: (which 8 of the
+        depth, half of its warp's columns, two bfloat16s side by side along the depth), or (which 16, half, four e4m3).
+      dtype: bfloat16 or float8_e4m3fn.
     """
     if spare is not None:
         spare[...] = unpack(tile[...]).T.astype(spare.dtype)
         plgpu.commit_smem()
         return spare
-    result = plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    dtype = jnp.dtype(dtype)
+    layout = plgpu.Layout.WGMMA if dtype.itemsize > 1 else plgpu.Layout.WGMMA_8BIT
+    result = plgpu.ShapeDtypeStruct((TILE, depth), dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def run(ctx: Any, tile: Any) -> Any:
         del ctx
         pointer = mgpu_utils.memref_ptr(tile)
         thread = arith.remui(mgpu_utils.thread_idx(), constant(128))
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE)), object)
-        for eighth, half, pair in pairs(pointer, thread):
-            registers[0, eighth, 0, 0, half, 0, 0, 0, 0] = pair
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        in_mgpu = layout.to_mgpu()
+        registers = np.empty(in_mgpu.registers_shape((TILE, depth)), object)
+        for part, half, values in registers_of(pointer, thread):
+            registers[0, part, 0, 0, half, 0, 0, 0, 0] = values
+        return mgpu.FragmentedArray(_registers=registers, _layout=in_mgpu, _is_signed=None)
 
     return run(tile)
 
@@ -75,6 +82,11 @@ def word(pointer: Any, at: Any) -> Any:
 def bfloat16s(bits: Any) -> Any:
     """Two, of 32 bits."""
     return mgpu_utils.bitcast(bits, ir.VectorType.get((2,), ir.BF16Type.get()))
+
+
+def e4m3s(bits: Any) -> Any:
+    """Four, of 32 bits."""
+    return mgpu_utils.bitcast(bits, ir.VectorType.get((4,), ir.Float8E4M3FNType.get()))
 
 
 def store_transposed(value: jax.Array, dst: Any, *, interpreted: bool) -> None:

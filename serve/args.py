@@ -16,7 +16,7 @@ Division = Literal["equal", "split_map", "uniform"]
 DIVISIONS = get_args(Division)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "fp8-dynamic")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -151,7 +151,7 @@ class ServeConfig:
             if known is KV_CACHE_DTYPES and value.startswith("fp8"):
                 return "int8, as large and more exact: every key and value has a scale of its own"
             if known is QUANTIZATIONS:
-                return "fp8, or leave it out: how a checkpoint is quantised itself is found without it"
+                return "fp8 or fp8-dynamic, or leave it out: how a checkpoint is quantised itself is found without it"
             return f"one of {', '.join(known)}"
 
         return [

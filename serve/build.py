@@ -237,6 +237,7 @@ def build_engine(
     )
     each = f" on each of {devices} devices" if parallel else ""
     in_fp8 = ", weights in FP8" if shape.weights_fp8 else ""
+    in_fp8 += ", activations of long chunks too" if shape.activations_fp8 else ""
     in_bytes = " of 8-bit keys and values" if byte_pages.is_bytes(stores) else ""
     summary = (
         f"{model.name}{in_fp8}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} "

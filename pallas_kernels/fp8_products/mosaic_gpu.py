@@ -2,8 +2,9 @@
 
 A warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the left operand of its matrix
 instructions, and the tokens of a block as the right one; so a block may have as few as 8 tokens, and nothing of what is
-unpacked goes through shared memory. One more warpgroup loads. A unit of work is a block's tokens times the columns of a
-CTA's warpgroups, over the whole depth or a part of it; the sums of parts are added up by XLA, with what follows.
+unpacked goes through shared memory. Tokens in FP8 meet the codes themselves. One more warpgroup loads. A unit of work is a
+block's tokens times the columns of a CTA's warpgroups, over the whole depth or a part of it; the sums of parts are added up
+by XLA, with what follows.
 """
 
 import dataclasses
@@ -18,10 +19,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products import device_ops
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
+from pallas_kernels.fp8_products.tokens import Fp8Tokens
 from pallas_kernels.fp8_products.tuning import Tuning
 from pallas_kernels.left_operand import store_transposed
 
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
 BAND = 8  # blocks of tokens
 LOADING = 40  # registers of the loading warpgroup, where the others need many
@@ -38,7 +40,13 @@ class _Config:
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
     num_ctas: int
+    narrow: bool  # tokens in FP8 too
     interpreted: bool
+
+    @property
+    def span(self) -> int:
+        """Tiles along the depth of one matrix product: tokens in rows of 128 bytes, if a step has so many."""
+        return 2 if self.narrow and self.deep_step % 2 == 0 else 1
 
     @property
     def units(self) -> int:
@@ -63,29 +71,50 @@ class _Unit:
 
 
 def fp8_products_mosaic_gpu(
-    x: jax.Array, weights: Fp8Weights, *, tuning: Tuning, interpret: Any = None
+    x: jax.Array | Fp8Tokens,
+    weights: Fp8Weights,
+    *,
+    tuning: Tuning,
+    dtype: Any = jnp.bfloat16,
+    interpret: Any = None,
 ) -> jax.Array:
-    """See `pallas_kernels.fp8_products.fp8_products`."""
-    tokens, depth = x.shape
+    """See `pallas_kernels.fp8_products.fp8_products`; [T, columns] in `dtype`, which tokens that are not in FP8 have too."""
+    values = x.codes if isinstance(x, Fp8Tokens) else x
+    tokens, depth = values.shape
     if depth != weights.depth:
         raise ValueError(f"tokens of {depth} numbers for weights of a depth of {weights.depth}")
-    x = jnp.pad(x, ((0, -tokens % tuning.rows), (0, 0)))
-    out = _call(x, weights.codes, weights.scales, tuning=tuning, interpret=interpret)
-    return out[:tokens] if out.ndim == 2 else out.sum(0)[:tokens].astype(x.dtype)
+    more = -tokens % tuning.rows
+    values = jnp.pad(values, ((0, more), (0, 0)))
+    of_tokens = (jnp.pad(x.scales, (0, more)),) if isinstance(x, Fp8Tokens) else ()
+    out = _call(
+        values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, interpret=interpret
+    )
+    return out[:tokens] if out.ndim == 2 else out.sum(0)[:tokens].astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
-def _call(x: jax.Array, codes: jax.Array, scales: jax.Array, *, tuning: Tuning, interpret: Any) -> jax.Array:
-    """[tokens, columns] in x's dtype, or f32[splits, tokens, columns] to be summed."""
+@functools.partial(jax.jit, static_argnames=("dtype", "tuning", "interpret"))
+def _call(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    *of_tokens: jax.Array,
+    dtype: Any,
+    tuning: Tuning,
+    interpret: Any,
+) -> jax.Array:
+    """[tokens, columns] in `dtype`, or f32[splits, tokens, columns] to be summed.
+
+    `of_tokens`: their scales, if they are in FP8.
+    """
     across, deep = codes.shape[:2]
-    wgs, splits, deep_step, stages = tuning.shape(across, deep)
+    wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
     cfg = _Config(
         blocks=x.shape[0] // tuning.rows, rows=tuning.rows, columns=across // wgs, warpgroups=wgs, splits=splits,
         steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
-        interpreted=interpret is not None,
+        narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
-    out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, x.dtype)
+    out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, dtype)
 
     def fp8_products(*refs: Any) -> None:  # the name that profiles show
         _kernel(cfg, x.dtype, *refs)
@@ -100,10 +129,11 @@ def _call(x: jax.Array, codes: jax.Array, scales: jax.Array, *, tuning: Tuning, 
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, codes, scales)
+    return kernel(x, codes, scales, *of_tokens)
 
 
-def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, scales: Any, out: Any) -> None:
+def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) -> None:
+    *scales, out = scales_and_out
     wgs = cfg.warpgroups
 
     def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
@@ -126,18 +156,21 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, scales: Any, out: Any)
                 plgpu.set_max_registers(LOADING, action="decrease")
             _load(cfg, rounds, x, codes, x_s, codes_s, full, free)
 
-    def tiled(width: int) -> Any:  # of rows of 128 bytes
-        return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+    def tiled(width: int, row: int = 128) -> Any:  # of rows of so many bytes
+        return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row)  # type: ignore[abstract]
 
+    row = cfg.span * TILE
     out_width = 32 if cfg.splits > 1 else TILE
     pl.run_scoped(
         body,
-        plgpu.SMEM((cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(TILE)),
+        plgpu.SMEM(
+            (cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(row, row * dtype.itemsize)
+        ),
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
         plgpu.SMEM((wgs, cfg.rows, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
-        *([plgpu.SMEM((wgs, TILE, TILE), dtype)] if cfg.interpreted else []),
+        *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
 
@@ -177,7 +210,7 @@ def _compute(
     cfg: _Config,
     wg: Any,
     rounds: Any,
-    scales: Any,
+    scales: Any,  # of the weights, and of the tokens if they are in FP8
     out: Any,
     x_s: Any,
     codes_s: Any,
@@ -195,9 +228,10 @@ def _compute(
             def one_step(j: Any, nothing: Any) -> None:
                 slot = lax.rem(n * cfg.steps + j, i32(cfg.stages))
                 plgpu.barrier_wait(full.at[slot])
-                for i in range(cfg.deep_step):
-                    given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
-                    plgpu.wgmma(acc, device_ops.unpack(codes_s.at[slot, wg, i], unpacked), given)
+                for i in range(0, cfg.deep_step, cfg.span):
+                    given = x_s.at[slot, :, pl.ds(i * TILE, cfg.span * TILE)].transpose((1, 0))
+                    codes = codes_s.at[slot, wg, pl.ds(i, cfg.span)]
+                    plgpu.wgmma(acc, device_ops.unpack(codes, unpacked, narrow=cfg.narrow), given)
                     plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
@@ -207,8 +241,10 @@ def _compute(
 
         sums = pl.run_scoped(products, plgpu.ACC((TILE, cfg.rows), f32))
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
-        factors = plgpu.load(scales.at[columns], layout=BY_ROW, optimized=False)
-        sums = sums * lax.broadcast_in_dim(factors, (TILE, cfg.rows), (0,))
+        here = [(columns, BY_ROW), (pl.ds(unit.row, cfg.rows), BY_COLUMN)]
+        for axis, (of, (at, layout)) in enumerate(zip(scales, here, strict=False)):
+            factors = plgpu.load(of.at[at], layout=layout, optimized=False)
+            sums = sums * lax.broadcast_in_dim(factors, (TILE, cfg.rows), (axis,))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store_transposed(sums.astype(out.dtype), staged, interpreted=cfg.interpreted)
         plgpu.commit_smem()

@@ -12,8 +12,9 @@ import pytest
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.fp8_weights import in_fp8
+from models.products import product
 from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
-from pallas_kernels import chunk_prefill, keep, ragged_decode
+from pallas_kernels import chunk_prefill, fp8_products, keep, ragged_decode
 from tangram_jax import gpu_attention
 
 SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
@@ -102,6 +103,18 @@ def test_products_with_fp8_weights_lower(hopper, caplog):
     text = lowered(lambda params, cache: tj.decode_step(params, config, plan, cache, **rows), params, cache)
     assert kernels(text) == 2 + 4  # attention, appending, and the four products
     assert "stablehlo.while" not in text
+    assert not caplog.records
+
+
+def test_products_of_many_tokens_in_fp8_lower(hopper, caplog):
+    params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
+    x = jnp.ones((fp8_products.LEAST_NARROW, CONFIG.hidden_size), jnp.bfloat16)
+
+    for dynamic, count in ((False, 1), (True, 2)):
+        given = config.replace(activations_fp8=dynamic)
+        weights = params["layers"][0]["gate_up"]
+        text = lowered(lambda x, w, given=given: product(x, w, (w.columns,), given), x, weights)
+        assert kernels(text) == count
     assert not caplog.records
 
 

@@ -13,8 +13,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_mosaic_gpu
-from pallas_kernels.fp8_products.tuning import TUNING
+from pallas_kernels.fp8_products.tokens import in_depth, in_words
+from pallas_kernels.fp8_products.tuning import NARROW, TUNING
 from tests.kernels.expert_cases import relative_error
+from tests.kernels.fp8_cases import odd_tokens
 
 RNG = np.random.default_rng(0)
 
@@ -76,10 +78,55 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
     expected = fp8.fp8_products_reference(jnp.asarray(x), weights)
     tuning = fp8.Tuning(num_ctas=2, **options)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = fp8_products_mosaic_gpu(jnp.asarray(x, jnp.float16), weights, tuning=tuning, interpret=interpret)
+    given = jnp.asarray(x, jnp.float16)
+    out = fp8_products_mosaic_gpu(given, weights, tuning=tuning, dtype=given.dtype, interpret=interpret)
     assert out.shape == (tokens, columns) and out.dtype == jnp.float16
     assert relative_error(out, expected) < 2e-3
     assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "depth", "options"),
+    [
+        (5, 128, 192, {"rows": 8, "deep": 1}),
+        (40, 128, 256, {"rows": 32, "warpgroups": 2, "deep": 2}),
+        (16, 64, 512, {"rows": 16, "splits": 2, "deep": 4}),
+    ],
+    ids=["a tile at a time", "two", "split, two twice"],
+)
+def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
+    x = fp8.quantise_tokens_reference(jnp.asarray(RNG.standard_normal((tokens, depth)), jnp.float32))
+    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
+    expected = fp8.fp8_products_reference(x, weights)
+    tuning = fp8.Tuning(num_ctas=2, **options)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = fp8_products_mosaic_gpu(x, weights, tuning=tuning, dtype=jnp.float16, interpret=interpret)
+    assert out.shape == (tokens, columns) and out.dtype == jnp.float16
+    assert relative_error(out, expected) < 2e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_tokens_in_fp8_in_the_interpreter():
+    x = jnp.asarray(odd_tokens(10, 144), jnp.bfloat16)
+    want = fp8.quantise_tokens_reference(x)
+    got = fp8.quantise_tokens(x, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    np.testing.assert_array_equal(got.scales, want.scales)
+    np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_tokens_in_fp8_are_near():
+    """Half of the last of four bits, below 2 ** -6 half of what the numbers there are apart; what is not finite is alone."""
+    x = odd_tokens(10, 144)
+    found = fp8.quantise_tokens_reference(jnp.asarray(x))
+    back = np.asarray(in_depth(found.codes).astype(jnp.float32) * found.scales[:, None])
+    assert np.isnan(back[[4, 5]]).any(axis=1).all()
+    finite = np.delete(np.arange(10), [4, 5])
+    off = np.abs(back - x)[finite]
+    assert (
+        off <= np.abs(x[finite]) / 15.9 + np.abs(x[finite]).max(axis=1, keepdims=True) / 448 * 2.0**-9.9
+    ).all()
+    np.testing.assert_array_equal(in_depth(in_words(jnp.arange(64).reshape(2, 32))).ravel(), np.arange(64))
 
 
 def test_what_is_not_supported():
@@ -91,28 +138,35 @@ def test_what_is_not_supported():
         fp8.check_supported(jnp.float16)
     with pytest.raises(NotImplementedError, match="platform cpu"):
         fp8.check_supported(jnp.bfloat16)
+    with pytest.raises(
+        NotImplementedError, match="tokens of 24 numbers in FP8: the kernel takes multiples of 16"
+    ):
+        fp8.quantise_tokens(jnp.ones((4, 24), jnp.bfloat16), interpret=plgpu.InterpretGPUParams())
     with pytest.raises(ValueError, match="tokens of 128 numbers for weights of a depth of 64"):
         weights = fp8.quantise(jnp.ones((64, 64)))
         fp8_products_mosaic_gpu(jnp.ones((4, 128), jnp.bfloat16), weights, tuning=fp8.Tuning(rows=8))
 
 
 @settings(max_examples=200)
-@given(tokens=st.integers(1, 9000), across=st.integers(1, 500), deep=st.integers(1, 300))
-def test_tuning(tokens, across, deep):
+@given(
+    tokens=st.integers(1, 9000), across=st.integers(1, 500), deep=st.integers(1, 300), narrow=st.booleans()
+)
+def test_tuning(tokens, across, deep, narrow):
     """Of every shape: buffers that fit, work that is whole, and parts only where there is too little work."""
-    (records,) = TUNING.values()
+    (records,) = (NARROW if narrow else TUNING).values()
+    size = 1 if narrow else 2
     with mock.patch.multiple(
         "pallas_kernels.fp8_products.tuning", num_sms=lambda: 132, record_for=lambda *_: records
     ):
-        tuning = fp8.tuning_for(tokens, across, deep)
-        wgs, splits, step, stages = tuning.shape(across, deep)
+        tuning = fp8.tuning_for(tokens, across, deep, narrow=narrow)
+        wgs, splits, step, stages = tuning.shape(across, deep, size)
         assert across % wgs == 0 and deep % (splits * step) == 0 and stages >= 2
         assert splits == tuning.splits and (splits == 1 or tokens * splits <= 512)
-        buffers = stages * step * (wgs * 4096 + tuning.rows * 128) + wgs * tuning.rows * 64 * (
+        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.rows * 64 * (
             4 if splits > 1 else 2
         )
         assert tuning.per_sm * (buffers + 2048) <= 228 * 1024
-        assert tuning.rows >= min(tokens, 128) and tuning.rows <= max(2 * tokens, 8)
+        assert tuning.rows >= min(tokens, 128) and tuning.rows <= max(2 * tokens, records[0].rows)
         units = -(-tokens // tuning.rows) * (across // wgs)
         assert splits == 1 or units * splits <= 132 * tuning.per_sm
 
@@ -122,7 +176,7 @@ def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
         blocks=blocks, rows=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2, num_ctas=7,
-        interpreted=False,
+        narrow=False, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import fp8_products as fp8
 from tests.kernels.expert_cases import relative_error
+from tests.kernels.fp8_cases import odd_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +27,43 @@ def test_products(tokens, depth, columns):
     np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
 
 
+@pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 640, 2048, 3000])
+@pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
+def test_products_of_tokens_in_fp8(tokens, depth, columns):
+    """576 is an odd number of tiles: one at a time."""
+    rng = np.random.default_rng(tokens)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((depth, columns), np.float32) * depth**-0.5))
+    x = jnp.asarray(rng.standard_normal((tokens, depth), np.float32), jnp.bfloat16)
+    x = jax.jit(fp8.quantise_tokens)(x)
+    expected = fp8.fp8_products_reference(x, weights)
+    out = jax.jit(fp8.fp8_products)(x, weights)
+    assert out.shape == (tokens, columns) and out.dtype == jnp.bfloat16
+    assert relative_error(out, expected) < 2 * ROUNDING  # the tensor cores' sums, too
+    np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
+
+
+@pytest.mark.parametrize(("tokens", "depth"), [(10, 144), (6, 64), (333, 4096), (64, 14336), (9, 2560)])
+def test_tokens_in_fp8(tokens, depth):
+    """Bit for bit."""
+    x = jnp.asarray(odd_tokens(tokens, depth), jnp.bfloat16)
+    want = jax.jit(fp8.quantise_tokens_reference)(x)
+    got = jax.jit(fp8.quantise_tokens)(x)
+    finite = np.delete(np.arange(tokens), [4, 5])
+    np.testing.assert_array_equal(got.scales[finite], want.scales[finite])
+    codes = [np.asarray(y.codes).view(np.uint8) for y in (got, want)]
+    np.testing.assert_array_equal(codes[0][finite], codes[1][finite])
+    for odd in (4, 5):
+        assert (codes[0][odd] & 0x7F == 0x7F).any() or not np.isfinite(got.scales[odd])
+
+
 def test_every_code():
     """All numbers of e4m3 times one, the denormal ones included, are exact."""
     numbers = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
     codes = np.resize(numbers, (64, 256)).view(jnp.float8_e4m3fn)
     weights = fp8.Fp8Weights(fp8.pack(jnp.asarray(codes)), jnp.ones(256))
     out = fp8.fp8_products(jnp.eye(64, dtype=jnp.bfloat16), weights)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), codes.astype(np.float32))
+    out = fp8.fp8_products(fp8.quantise_tokens(jnp.eye(64, dtype=jnp.bfloat16)), weights)
     np.testing.assert_array_equal(np.asarray(out, np.float32), codes.astype(np.float32))
 
 

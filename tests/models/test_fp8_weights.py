@@ -21,7 +21,7 @@ from models.params import ParamSpec, abstract_params, init_params, num_parameter
 from models.products import product
 from models.quantisation import CHANNELS, WHOLE, Quantisation
 from models.quantised import DequantisedTensors
-from models.registry import load_model
+from models.registry import QUANTIZATIONS, load_model
 from models.sharding import ShardingError, pad_heads, param_shardings, tensor_mesh
 from models.testing import (
     random_params,
@@ -103,11 +103,27 @@ def test_products_are_within_half_a_code_of_every_weight(seed, size, spread):
     w = (size * rng.lognormal(0, spread, (64, 64)) * rng.choice([-1, 1], (64, 64))).astype(np.float32)
     w[:, 7] = 0
     weights = quantised(w.reshape(64, 2, 32), ParamSpec((64, 2, 32), (None,) * 3, 64))
-    got = np.asarray(product(x, weights, (2, 32))).reshape(3, 64)
+    got = np.asarray(product(x, weights, (2, 32), CONFIG)).reshape(3, 64)
     off = np.abs(w) / 16 + np.asarray(weights.scales) / 1024
     most = np.abs(x) @ off + 1e-5 * (np.abs(x) @ np.abs(w))
     assert (np.abs(got - x.astype(np.float64) @ w) <= most).all()
     assert (got[:, 7] == 0).all()
+
+
+def test_many_tokens_become_fp8_too_where_that_is_asked_for():
+    """Each by itself: padding, and what is not finite, changes none of the others."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32).at[5, 3].set(jnp.nan)
+    weights = quantised(
+        rng.standard_normal((64, 128)).astype(np.float32), ParamSpec((64, 128), (None,) * 2, 64)
+    )
+    dynamic = CONFIG.replace(activations_fp8=True)
+    exact, narrow = product(x, weights, (128,), CONFIG), product(x, weights, (128,), dynamic)
+    assert narrow.dtype == x.dtype and jnp.isnan(narrow[5]).all()
+    error = np.delete(np.asarray(narrow - exact), 5, axis=0)
+    assert 0.01 < np.linalg.norm(error) / np.linalg.norm(np.delete(np.asarray(exact), 5, axis=0)) < 0.05
+    np.testing.assert_array_equal(product(x.at[5].set(9.0), weights, (128,), dynamic)[:5], narrow[:5])
+    np.testing.assert_array_equal(product(x[:255], weights, (128,), dynamic), exact[:255])
 
 
 def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
@@ -129,7 +145,7 @@ def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
         ]  # of all layers alike
         assert not caplog.records
         for dtype in (jnp.float32, jnp.float32, jnp.float16):
-            product(jnp.ones((2, 64), dtype), params["layers"][0]["qkv"], (256,))
+            product(jnp.ones((2, 64), dtype), params["layers"][0]["qkv"], (256,), CONFIG)
     assert len(asked) == 4
     slower = "FP8 weights are unpacked for every product, many times slower: "
     assert [record.getMessage() for record in caplog.records] == [
@@ -139,7 +155,9 @@ def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
 
 
 def test_a_cpu_says_nothing(caplog):
-    product(jnp.ones((2, 64)), quantised(jnp.ones((64, 64)), ParamSpec((64, 64), (None,) * 2, 64)), (64,))
+    product(
+        jnp.ones((2, 64)), quantised(jnp.ones((64, 64)), ParamSpec((64, 64), (None,) * 2, 64)), (64,), CONFIG
+    )
     assert not caplog.records
 
 
@@ -263,6 +281,16 @@ def test_from_a_directory(tmp_path):
     assert same(found.params, in_fp8(plain.params, plain.config)[0])
 
 
+def test_activations_in_fp8_are_said_by_the_configuration(tmp_path):
+    directory = write_directory(tmp_path, random_tensors(CONFIG))
+    weights, both = (load_model(directory, progress=False, quantization=kind) for kind in QUANTIZATIONS)
+    assert both.config == weights.config.replace(activations_fp8=True)
+    assert both.config == with_fp8_weights(
+        CONFIG.replace(eos_token_ids=both.config.eos_token_ids, name=both.name), dynamic=True
+    )
+    assert same(both.params, weights.params)
+
+
 def test_the_log_says_how_much_memory_they_take(tmp_path, caplog):
     stored, _ = stored_in_fp8("channels")
     scales = compressed("float-quantized", scheme("channel"))
@@ -304,7 +332,7 @@ def test_sizes_that_are_no_multiples_of_64():
 
 
 def test_other_kinds_and_meshes_are_refused():
-    with pytest.raises(ValueError, match="quantization must be one of fp8, or None, got 'int4'"):
+    with pytest.raises(ValueError, match="quantization must be one of fp8, fp8-dynamic, or None, got 'int4'"):
         load_model("any", quantization="int4")
     with pytest.raises(ValueError, match="quantization fp8 is for one device: leave it or the mesh out"):
         load_model("any", quantization="fp8", mesh=tensor_mesh(1))

@@ -30,7 +30,8 @@ def test_answers(monkeypatch):
         assert answer.tokens == greedy(prompt, 20, config=plain.replace(name="in floats")), len(prompt)
 
 
-def test_the_flag_reaches_the_loader(monkeypatch):
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_the_flag_reaches_the_loader(kind, monkeypatch):
     asked = {}
 
     def load(name, **how):
@@ -39,5 +40,5 @@ def test_the_flag_reaches_the_loader(monkeypatch):
 
     monkeypatch.setattr("serve.build.load_model", load)
     with pytest.raises(registry.ModelNotFoundError):
-        build(ServeConfig(quantization="fp8"), progress=False)
-    assert asked["quantization"] == "fp8" and QUANTIZATIONS == registry.QUANTIZATIONS
+        build(ServeConfig(quantization=kind), progress=False)
+    assert asked["quantization"] == kind and QUANTIZATIONS == registry.QUANTIZATIONS

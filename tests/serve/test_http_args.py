@@ -85,7 +85,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--hf-overrides [1]", "'[1]' is not a JSON object: write for example"),
         (
             "--quantization int4",
-            "--quantization is 'int4': write fp8, or leave it out: how a checkpoint is quantised",
+            "--quantization is 'int4': write fp8 or fp8-dynamic, or leave it out: how a checkpoint is quantised",
         ),
         (
             "-q fp8 -tp 2",
