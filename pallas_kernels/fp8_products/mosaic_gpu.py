@@ -142,11 +142,14 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
 
         # A block of many tokens has its sums in more registers than each warpgroup gets by default.
         uneven = wgs > 1 and cfg.rows > 64
+        given = (
+            512 // (wgs + 1) // 8 * 8
+        )  # to each thread; more than all were given together they would wait for for ever
 
         @pl.when(wg < wgs)
         def _compute_all() -> None:
             if uneven:
-                plgpu.set_max_registers((512 - LOADING) // wgs // 8 * 8, action="increase")
+                plgpu.set_max_registers((given * (wgs + 1) - LOADING) // wgs // 8 * 8, action="increase")
             unpacked = spare[0].at[wg] if spare else None
             _compute(cfg, wg, rounds, scales, out, x_s, codes_s, out_s.at[wg], unpacked, full, free)
 

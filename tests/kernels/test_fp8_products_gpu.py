@@ -75,12 +75,15 @@ def test_every_code():
         fp8.Tuning(rows=64, warpgroups=4, deep=1),
         fp8.Tuning(rows=128, warpgroups=2, splits=2, deep=2, num_ctas=3),
         fp8.Tuning(rows=256, warpgroups=2, deep=1, num_ctas=5),
+        fp8.Tuning(rows=128, warpgroups=4, deep=2),
     ],
-    ids=["splits", "three warpgroups", "four warpgroups", "few CTAs", "large blocks"],
+    ids=["splits", "three warpgroups", "four warpgroups", "few CTAs", "large blocks", "four large ones"],
 )
-def test_tunings(tuning):
+@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+def test_tunings(tuning, narrow):
     rng = np.random.default_rng(0)
     weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, 768), np.float32)))
     x = jnp.asarray(rng.standard_normal((300, 1024), np.float32), jnp.bfloat16)
-    expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
-    assert relative_error(fp8.fp8_products(x, weights, tuning=tuning), expected) < ROUNDING
+    given = fp8.quantise_tokens(x) if narrow else x
+    expected = fp8.fp8_products_reference(given if narrow else x.astype(jnp.float32), weights)
+    assert relative_error(fp8.fp8_products(given, weights, tuning=tuning), expected) < 2 * ROUNDING
