@@ -89,7 +89,9 @@ def fp8_products_mosaic_gpu(
     out = _call(
         values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, interpret=interpret
     )
-    return out[:tokens] if out.ndim == 2 else out.sum(0)[:tokens].astype(dtype)
+    if out.ndim == 3:
+        out = out.sum(0) * (of_tokens[0][:, None] if of_tokens else 1)
+    return out[:tokens].astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "tuning", "interpret"))
@@ -102,7 +104,7 @@ def _call(
     tuning: Tuning,
     interpret: Any,
 ) -> jax.Array:
-    """[tokens, columns] in `dtype`, or f32[splits, tokens, columns] to be summed.
+    """[tokens, columns] in `dtype`, or f32[splits, tokens, columns] to be summed, and times `of_tokens`.
 
     `of_tokens`: their scales, if they are in FP8.
     """
@@ -245,6 +247,10 @@ def _compute(
         sums = pl.run_scoped(products, plgpu.ACC((TILE, cfg.rows), f32))
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
         here = [(columns, BY_ROW), (pl.ds(unit.row, cfg.rows), BY_COLUMN)]
+        if (
+            cfg.splits > 1
+        ):  # float32s that are to be transposed take no factors by column, and XLA adds them up anyway
+            here = here[:1]
         for axis, (of, (at, layout)) in enumerate(zip(scales, here, strict=False)):
             factors = plgpu.load(of.at[at], layout=layout, optimized=False)
             sums = sums * lax.broadcast_in_dim(factors, (TILE, cfg.rows), (axis,))

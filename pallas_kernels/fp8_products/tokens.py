@@ -31,7 +31,7 @@ def quantise_tokens_reference(x: jax.Array) -> Fp8Tokens:
 
 def scales_of(x: jax.Array) -> jax.Array:
     """f32[T] of x f32[T, depth]."""
-    return jnp.maximum(jnp.max(jnp.abs(x), axis=1), LEAST) / LARGEST
+    return jnp.maximum(jnp.max(jnp.abs(x), axis=1), LEAST) * (1 / LARGEST)
 
 
 def codes_of(x: jax.Array, scales: jax.Array) -> jax.Array:

@@ -112,9 +112,9 @@ def _quantise(x: Any, codes: Any, scales: Any, first: Any) -> None:
             top = arith.maxui(top, mgpu_utils.shfl_bfly(top, distance))
         least = mgpu_utils.c(LEAST, f32)
         top = arith.bitcast(f32, arith.maxui(top, arith.bitcast(i32, least)))
-        # Exactly rounded, unlike the division that Mosaic makes: the same codes as everywhere else.
-        limit, one = mgpu_utils.c(LARGEST, f32), mgpu_utils.c(1.0, f32)
-        scale = mgpu_utils.inline_ptx("div.rn.f32 $0, $1, $2;", top, limit, result_types=f32)
+        scale = arith.mulf(top, mgpu_utils.c(1 / LARGEST, f32))
+        # Exactly rounded, unlike the division that Mosaic makes.
+        one = mgpu_utils.c(1.0, f32)
         factor = mgpu_utils.inline_ptx("div.rn.f32 $0, $1, $2;", one, scale, result_types=f32)
 
         for group in groups:
