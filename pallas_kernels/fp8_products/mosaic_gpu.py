@@ -45,8 +45,11 @@ class _Config:
 
     @property
     def span(self) -> int:
-        """Tiles along the depth of one matrix product: tokens in rows of 128 bytes, if a step has so many."""
-        return 2 if self.narrow and self.deep_step % 2 == 0 else 1
+        """Tiles along the depth of one matrix product: tokens in rows of 128 bytes, if a step has so many.
+
+        With parts, whose sums are float32, Mosaic finds no layouts for that.
+        """
+        return 2 if self.narrow and self.deep_step % 2 == 0 and self.splits == 1 else 1
 
     @property
     def units(self) -> int:
