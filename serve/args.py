@@ -28,9 +28,10 @@ class Batching(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
+    max_num_partial_prefills: int
 
 
-ON_CPU, ON_GPU = Batching(16, 512, 16), Batching(128, 8192, 64)
+ON_CPU, ON_GPU = Batching(16, 512, 16, 1), Batching(128, 8192, 64, 4)
 
 
 class ConfigError(ValueError):
@@ -52,7 +53,7 @@ class ServeConfig:
     generation_config: str = "auto"  # whose defaults for sampling: the model's own, or none
 
     max_num_seqs: int | None = None  # requests (choices) that run at once
-    max_num_partial_prefills: int = 1  # prompts of which a step has a chunk
+    max_num_partial_prefills: int | None = None  # prompts of which a step has a chunk
     max_num_batched_tokens: int | None = None  # tokens of one engine step
     page_size: int | None = None  # entries of a page
     num_pages: int | None = None
@@ -234,4 +235,5 @@ class ServeConfig:
             requests or min(machine.max_num_seqs, tokens or machine.max_num_seqs),
             tokens or max(machine.max_num_batched_tokens, requests or 1),
             self.page_size or machine.page_size,
+            self.max_num_partial_prefills or machine.max_num_partial_prefills,
         )

@@ -82,7 +82,7 @@ def make_buckets(
     a step of 16 tokens than of 4.
 
     `places`: chunks that a step may have. Each has attention, scores and writes of its own: four take twice as long to
-    compile as one, and on a CPU a minute to load again.
+    compile as one, and on a CPU a minute to load again (on a GPU two seconds).
     """
     least = -(-window // 8) * 8
     # As long as the longest request, in the multiples of 64 tokens that the kernels take that score a chunk's entries.

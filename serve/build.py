@@ -193,7 +193,7 @@ def build_engine(
         largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
         if recipe:
             recipe = Recipe.of(profile, max_model_len)
-    buckets = make_buckets(*batching[:2], plan.window, max_model_len, config.max_num_partial_prefills)
+    buckets = make_buckets(*batching[:2], plan.window, max_model_len, batching.max_num_partial_prefills)
     runner = Runner(
         model.params,
         shape,

@@ -110,8 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-num-partial-prefills",
         type=int,
         metavar="N",
-        help=f"short prompts prefilled in one step, at most (default {default.max_num_partial_prefills}); a start with more "
-        "takes longer: one or two programs are N times as large",
+        help="short prompts prefilled in one step, at most "
+        f"{by_machine.format(ON_CPU.max_num_partial_prefills, ON_GPU.max_num_partial_prefills)}; with more than one a CPU "
+        "takes a minute longer to start, since one program is N times as large",
     )
     memory.add_argument(
         "--max-num-batched-tokens",

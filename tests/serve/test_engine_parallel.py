@@ -10,7 +10,7 @@ from serve.args import ConfigError, ServeConfig
 from serve.buckets import Buckets
 from serve.build import build, build_engine
 from tangram_jax.profile import BudgetProfile
-from tests.serve.tiny_engine import TinyEngine
+from tests.serve.tiny_engine import TinyEngine, ask_all
 from tests.simulated import on_simulated_devices
 
 CONFIG = tiny_config(num_layers=1)
@@ -42,6 +42,10 @@ def answers(config: ServeConfig) -> tuple[list[list[int]], str]:
         out += [turn.tokens, *(a.tokens for asked in at_once for a in asked.wait())]
         engine.settle()
         assert engine.answer(prompts[2], logprobs=2, prompt_logprobs=2).tokens == out[2]
+        before = engine.engine.stats().steps_total
+        out += [a.tokens for a in ask_all(engine, [[20, 30, 40], [50, 60]], max_tokens=4, retention=1.0)]
+        shared = engine.engine.stats().steps_total - before
+        assert shared == 4, shared  # a prompt each would be one more
     finally:
         built.engine.stop()
     return out, built.summary
@@ -52,8 +56,10 @@ def check_engine() -> None:
     from pathlib import Path
     from unittest import mock
 
-    # As few programs as there can be: two for chunks, one for tokens.
-    few = Buckets(mixed_chunks=(32,), largest_chunk=32, batches=(2,), prompt_logprobs=32)
+    # As few programs as there can be: three for chunks, one for tokens.
+    few = Buckets(
+        mixed_chunks=(32,), largest_chunk=64, batches=(2,), prompt_logprobs=32, packed_chunks=(32,), places=2
+    )
     with (
         tempfile.TemporaryDirectory() as directory,
         mock.patch("serve.build.make_buckets", lambda *_, **__: few),

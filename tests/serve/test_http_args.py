@@ -127,10 +127,11 @@ def test_faults_say_what_to_write(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "on_cpu", "on_gpu"),
     [
-        ("", (16, 512, 16), (128, 8192, 64)),
-        ("--max-num-seqs 600 --block-size 32", (600, 600, 32), (600, 8192, 32)),
-        ("--max-num-batched-tokens 64", (16, 64, 16), (64, 64, 64)),
-        ("--max-num-seqs 4 --max-num-batched-tokens 100", (4, 100, 16), (4, 100, 64)),
+        ("", (16, 512, 16, 1), (128, 8192, 64, 4)),
+        ("--max-num-seqs 600 --block-size 32", (600, 600, 32, 1), (600, 8192, 32, 4)),
+        ("--max-num-batched-tokens 64", (16, 64, 16, 1), (64, 64, 64, 4)),
+        ("--max-num-seqs 4 --max-num-batched-tokens 100", (4, 100, 16, 1), (4, 100, 64, 4)),
+        ("--max-num-partial-prefills 2", (16, 512, 16, 2), (128, 8192, 64, 2)),
     ],
 )
 def test_what_runs_at_once_is_chosen_by_machine_unless_given(argv, on_cpu, on_gpu):
