@@ -44,12 +44,14 @@ from calibrate import shipped_profile
 from calibrate.run import versions
 from calibrate.samples import heldout_samples
 from models.config import ModelConfig
-from models.registry import DEFAULT_MODEL, QUANTIZATIONS, LoadedModel, load_model
+from models.registry import DEFAULT_MODEL, LoadedModel, load_model
 from serve.args import ServeConfig
 from tangram_jax.scorers import Scorer
 
 RESAMPLES = 10_000
 ANSWER_TOKENS = 24
+
+FP8 = {"weights": "fp8", "dynamic": "fp8-dynamic"}
 
 
 @partial(jax.jit, static_argnames=("config", "plan", "scorer"), donate_argnames="cache")
@@ -191,7 +193,7 @@ def make_setups(
         changes: dict[str, Any] = {"label": f"{floats.label}, in bytes", "dtype": jnp.uint8}
         if in_fp8:
             changes = {"params": in_fp8.params, "config": in_fp8.config}
-            changes["label"] = f"{floats.label}, {arguments.fp8}"
+            changes["label"] = f"{floats.label}, FP8 ({arguments.fp8})"
         return replace(floats, against=floats, results={}, **changes)
 
     setups = [setup("full KV", tj.BudgetProfile.uniform(*shape, 1.0))]
@@ -350,9 +352,9 @@ def parser() -> argparse.ArgumentParser:
     compared.add_argument(
         "--fp8",
         nargs="?",
-        const="fp8",
-        choices=QUANTIZATIONS,
-        help="compare weights in FP8 with those of float32",
+        const="weights",
+        choices=FP8,
+        help="compare the dense products' weights in FP8 with those of float32; dynamic: many tokens too",
     )
     out.add_argument("--samples", type=int, default=40)
     out.add_argument("--context", type=int, default=1536)
@@ -379,7 +381,7 @@ def main() -> int:
     if arguments.retention:
         profile = replace(profile, retention=arguments.retention)
     model = load_model(arguments.model)
-    in_fp8 = load_model(arguments.model, quantization=arguments.fp8) if arguments.fp8 else None
+    in_fp8 = load_model(arguments.model, quantization=FP8[arguments.fp8]) if arguments.fp8 else None
     setups = make_setups(model, profile, arguments, in_fp8)
     parts = [] if arguments.needle_only else [measure_text]
     parts += [measure_needles] if arguments.needles else []
