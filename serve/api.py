@@ -33,6 +33,8 @@ from serve.protocol import (
     TokenizePromptRequest,
 )
 from serve.request import EngineProtocol
+from serve.responses import create_response
+from serve.responses_request import ResponsesRequest
 from serve.text import TextTokenizer
 from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
@@ -188,6 +190,11 @@ def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str
     async def chat_completions(request: Request) -> Response:
         body = await read_request(serving, request, partial(ChatRequest.parse, defaults=defaults))
         return await create_chat_completion(serving, request, body)
+
+    @app.post("/v1/responses", openapi_extra=_body_schema(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        body = await read_request(serving, request, partial(ResponsesRequest.parse_chat, defaults=defaults))
+        return await create_response(serving, request, body)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:

@@ -11,6 +11,7 @@ from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob
 from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
 from serve.prompts import Prompt, chat_prompt, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
+from serve.request import SamplingParams
 
 
 class ChatFormat:
@@ -67,7 +68,9 @@ class ChatFormat:
         choice: dict[str, Any] = {
             "index": index,
             key: message,
-            "logprobs": self._logprob_content(delta.logprobs) if self._logprobs else None,
+            "logprobs": {"content": self.logprobs(delta.logprobs), "refusal": None}
+            if self._logprobs
+            else None,
             "finish_reason": "tool_calls" if called else delta.finish_reason,
         }
         if delta.finish_reason is not None:
@@ -76,20 +79,18 @@ class ChatFormat:
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _logprob_content(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(entry.token_id, chosen_logprob(entry)),
-                    "top_logprobs": [
-                        self._token(token_id, finite_logprob(logprob))
-                        for token_id, logprob in entry.top[: self._num_top]
-                    ],
-                }
-                for entry in entries
-            ],
-            "refusal": None,
-        }
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """Of each token."""
+        return [
+            {
+                **self._token(entry.token_id, chosen_logprob(entry)),
+                "top_logprobs": [
+                    self._token(token_id, finite_logprob(logprob))
+                    for token_id, logprob in entry.top[: self._num_top]
+                ],
+            }
+            for entry in entries
+        ]
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -118,6 +119,17 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     """Answer a conversation."""
     timer = serving.metrics.request_timer()
     model = serving.check_model(request.model)
+    prompt, params = await prepare(serving, http_request, request)
+    form = ChatFormat(
+        request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids), thinks=serving.thoughts.on
+    )
+    return await respond(serving, http_request, request, model, [prompt], params, form, timer)
+
+
+async def prepare(
+    serving: Serving, http_request: Request, request: ChatRequest
+) -> tuple[Prompt, list[SamplingParams]]:
+    """The prompt of a conversation, and how its answer is sampled; raises APIError."""
     serving.check_ready()
     limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     check_num_choices(1, request.n, serving.max_choices)
@@ -133,8 +145,4 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
     )
     form_of_answer = serving.thoughts.grammar(serving.tools.grammar(request), prompt.beginning)
     grammar = await serving.grammar_of(form_of_answer)
-    params = sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)
-    form = ChatFormat(
-        request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids), thinks=serving.thoughts.on
-    )
-    return await respond(serving, http_request, request, model, [prompt], params, form, timer)
+    return prompt, sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)

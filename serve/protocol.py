@@ -25,7 +25,7 @@ MAX_LOGIT_BIAS = 100.0
 INT64 = 2**63
 
 # Sent by clients of OpenAI's platform; nothing about a generation depends on them here.
-_PLATFORM_FIELDS = frozenset(
+PLATFORM_FIELDS = frozenset(
     [
         "user",
         "metadata",
@@ -37,7 +37,7 @@ _PLATFORM_FIELDS = frozenset(
         "prompt_cache_options",
     ]
 )
-_CHAT_NO_EFFECT = _PLATFORM_FIELDS | frozenset(["prediction", "verbosity", "moderation"])
+_CHAT_NO_EFFECT = PLATFORM_FIELDS | frozenset(["prediction", "verbosity", "moderation"])
 
 # Field -> the values that mean "off" and are therefore fine.
 _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
@@ -240,7 +240,7 @@ class ChatRequest(SamplingRequest, ChatFields):
 class CompletionRequest(SamplingRequest):
     """Body of POST /v1/completions. `prompt` is checked by `serve.prompts`, which stops early on huge lists."""
 
-    NO_EFFECT = _PLATFORM_FIELDS
+    NO_EFFECT = PLATFORM_FIELDS
     UNSUPPORTED = _COMPLETION_OFF
 
     prompt: Any

@@ -1,0 +1,266 @@
+"""Bodies of POST /v1/responses: OpenAI's other form of a conversation, brought into that of chat completions."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from serve.errors import APIError, bad_request
+from serve.fields import RequestModel, sort_fields
+from serve.messages import MAX_MESSAGES
+from serve.protocol import INT64, MAX_TOP_LOGPROBS, PLATFORM_FIELDS, ChatRequest
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")  # the latter: thoughts come in plain text anyway
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_RESEND = "send the earlier turns in 'input': what of them is in the cache is found by itself"
+
+# What a fault of the chat request is called here.
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+
+
+class _Text(RequestModel):
+    NO_EFFECT = frozenset(["verbosity"])
+
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: object) -> object:
+        return sort_fields(cls, given, "text.") if isinstance(given, dict) else given
+
+
+class _Reasoning(RequestModel):
+    NO_EFFECT = frozenset(["summary", "generate_summary"])
+
+    effort: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: object) -> object:
+        return sort_fields(cls, given, "reasoning.") if isinstance(given, dict) else given
+
+
+class ResponsesRequest(RequestModel):
+    """Body of POST /v1/responses; `chat` is the same as a chat completion."""
+
+    NO_EFFECT = (PLATFORM_FIELDS - {"metadata"}) | {"stream_options"}
+    UNSUPPORTED = {  # noqa: RUF012 - a ClassVar in RequestModel
+        "background": (False,),
+        "conversation": (),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "context_management": (),
+    }
+    INSTEAD = {"previous_response_id": _RESEND, "conversation": _RESEND}  # noqa: RUF012
+
+    input: Any
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    kv_retention: float | None = None
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: _Text = Field(default_factory=_Text)
+    reasoning: _Reasoning = Field(default_factory=_Reasoning)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    include: list[str] = Field(default_factory=list)
+    stream: bool = False
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @classmethod
+    def parse_chat(
+        cls, body: object, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[Self, ChatRequest]:
+        """The body, and the chat completion that it asks for. Raises APIError (400) in the body's own words."""
+        request = cls.parse(body)
+        try:
+            return request, ChatRequest.parse(request._as_chat(), defaults)
+        except APIError as error:
+            raise in_own_words(error) from None
+
+    def _as_chat(self) -> dict[str, Any]:
+        for name in self.include:
+            if name not in _INCLUDABLE:
+                raise bad_request(
+                    f"'include' has '{name[:80]}', which is not supported: {' or '.join(_INCLUDABLE)}.",
+                    "include",
+                    "unsupported_parameter",
+                )
+        same = (
+            "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "seed", "kv_retention", "parallel_tool_calls", "stream",
+        )  # fmt: skip
+        chat = {name: getattr(self, name) for name in same}
+        chat |= {
+            "messages": messages_of(self.input, self.instructions),
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": _response_format(self.text.format),
+            "reasoning_effort": self.reasoning.effort,
+            "tools": [_tool(tool) for tool in self.tools],
+            "tool_choice": _tool_choice(self.tool_choice),
+        }
+        if self.logprobs:
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return chat
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the text comes with its log-probabilities."""
+        return _LOGPROBS in self.include or bool(self.top_logprobs)
+
+
+def messages_of(given: object, instructions: str | None) -> list[Any]:
+    """The messages of a chat that 'input' and 'instructions' stand for. Raises APIError."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise _fault("give a text, or a list of items that is not empty")
+    if len(given) > MAX_MESSAGES:
+        raise _fault(f"at most {MAX_MESSAGES} items are possible")
+    conversation = _Conversation()
+    if instructions:
+        conversation.messages.append({"role": "system", "content": instructions})
+    for item in given:
+        if not isinstance(item, dict):
+            raise _fault("an item must be an object")
+        kind = item.get("type", "message")
+        add = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if add is None:
+            raise _fault(f"items of type {str(kind)[:40]!r} are not supported: {', '.join(_ITEMS)} are")
+        add(conversation, item)
+    return conversation.messages
+
+
+class _Conversation:
+    """Messages of a chat; thoughts, text and calls of one answer become one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def message(self, item: dict[str, Any]) -> None:
+        role, content = item.get("role"), _text(item.get("content"))
+        if (
+            role in ("system", "developer")
+            and len(self.messages) == 1
+            and self.messages[0]["role"] == "system"
+        ):
+            # Instructions and a system message: templates know one, in the beginning.
+            self.messages[0]["content"] += f"\n\n{content}"
+        elif role == "assistant":
+            self._answer(unless="content")["content"] = content
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def call(self, item: dict[str, Any]) -> None:
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        self._answer().setdefault("tool_calls", []).append(call)
+
+    def result(self, item: dict[str, Any]) -> None:
+        content = _text(item.get("output"))
+        self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+
+    def thoughts(self, item: dict[str, Any]) -> None:
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise _fault("the 'content' of reasoning must be a list of parts")
+        text = "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
+        if text:  # a summary is not what the model has thought
+            self._answer(unless="reasoning_content")["reasoning_content"] = text
+
+    def _answer(self, unless: str | None = None) -> dict[str, Any]:
+        """The last message if it is the assistant's and has no calls yet, nor what `unless` says; or a new one."""
+        last = self.messages[-1] if self.messages else None
+        if last and last["role"] == "assistant" and not (unless and ("tool_calls" in last or unless in last)):
+            return last
+        self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+
+_ITEMS: dict[str, Callable[[_Conversation, dict[str, Any]], None]] = {
+    "message": _Conversation.message,
+    "function_call": _Conversation.call,
+    "function_call_output": _Conversation.result,
+    "reasoning": _Conversation.thoughts,
+}
+
+
+def _text(content: object) -> Any:
+    """The text of a content that is one, or a list of parts."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS:
+            raise _fault(f"parts of type {str(kind)[:40]!r} are not supported: text only")
+        if not isinstance(part.get("text"), str):
+            raise _fault("a part of text needs a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool(tool: object) -> object:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool  # refused by its type
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _tool_choice(choice: object) -> object:
+    if isinstance(choice, dict) and choice.get("type") == "function" and choice.keys() == {"type", "name"}:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+
+
+def _fault(what: str) -> APIError:
+    return bad_request(f"Invalid value for 'input': {what}.", "input", "invalid_value")
+
+
+def in_own_words(error: APIError) -> APIError:
+    """A fault of the chat completion in the fields of the response."""
+    message, param = error.message, error.param
+    for theirs, ours in _NAMES.items():
+        message = message.replace(f"'{theirs}", f"'{ours}")
+        if param and param.split(".")[0].split("[")[0] == theirs:
+            param = ours + param[len(theirs) :]
+    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
+
+
+def echoed(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:
+    """What a response says of its request."""
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": chat.temperature,
+        "top_p": chat.top_p,
+        "top_logprobs": request.top_logprobs or 0,
+        "tools": request.tools,
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "parallel_tool_calls": chat.parallel_tool_calls,
+        "text": {"format": request.text.format},
+        "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        "truncation": "disabled",
+        "previous_response_id": None,
+        "background": False,
+        "store": False,
+        "metadata": request.metadata,
+    }
