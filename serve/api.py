@@ -17,10 +17,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.anthropic import count_tokens, create_message
+from serve.anthropic_request import CountRequest, MessagesRequest
 from serve.body import read_request
 from serve.chat import create_chat_completion
 from serve.completions import create_completion
-from serve.errors import APIError, install_error_handlers
+from serve.errors import ANTHROPIC, APIError, install_error_handlers
 from serve.generation import Serving, TokenNames
 from serve.grammar_cache import GrammarCache
 from serve.metrics import CONTENT_TYPE, Metrics
@@ -64,7 +66,8 @@ def create_app(
       engine: must be usable from any thread; it may still be warming up (`ready`).
       tokenizer: of the served model.
       served_model_names: names that requests may give; the first one is the default.
-      api_keys: where given, one of them must come as `Authorization: Bearer KEY`, except on OPEN_ROUTES.
+      api_keys: where given, one of them must come as `Authorization: Bearer KEY` or `x-api-key: KEY`, except on
+        OPEN_ROUTES.
       allowed_origins: web pages of these origins may call the API from a browser; "*" is any.
       sampling_defaults: of fields that a request leaves out, e.g. {"temperature": 0.6}.
       max_choices: prompts times `n` of one request.
@@ -150,17 +153,19 @@ class _Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, counting_send)
+            await error.response(scope["path"])(scope, receive, counting_send)
             return
         with contextlib.suppress(ClientDisconnect):  # nobody is left to answer
             await self._app(scope, receive, counting_send)
 
     def _allowed(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = given.partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            token = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         # Compare with all keys, in constant time, so that timing says nothing about them.
         matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return any(matches)
 
 
 def _body_schema(*models: type[BaseModel]) -> dict[str, Any]:
@@ -195,6 +200,17 @@ def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str
     async def responses(request: Request) -> Response:
         body = await read_request(serving, request, partial(ResponsesRequest.parse_chat, defaults=defaults))
         return await create_response(serving, request, body)
+
+    @app.post(ANTHROPIC, openapi_extra=_body_schema(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        body = await read_request(serving, request, partial(MessagesRequest.parse_chat, defaults=defaults))
+        return await create_message(serving, request, body)
+
+    @app.post(f"{ANTHROPIC}/count_tokens", openapi_extra=_body_schema(CountRequest))
+    async def messages_tokens(request: Request) -> Response:
+        return await count_tokens(
+            serving, request, await read_request(serving, request, CountRequest.parse_chat)
+        )
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the shape of OpenAI's API, {"error": {"message", "type", "param", "code"}}; of Anthropic's under its routes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+ANTHROPIC = "/v1/messages"
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 
 
@@ -34,9 +42,16 @@ class APIError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The error as an HTTP response."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The error as an HTTP response, in the form of the API that `path` belongs to."""
+        body = anthropic_body(self) if path.startswith(ANTHROPIC) else self.body()
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+def anthropic_body(error: APIError) -> dict[str, Any]:
+    """The JSON object that Anthropic's clients parse, of a response or of a stream's last event."""
+    kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
@@ -61,20 +76,20 @@ def too_long(limit: int, prompt_tokens: int, param: str, *, at_least: bool = Fal
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of the app, foreseen or not, leaves in OpenAI's shape."""
+    """Every error of the app, foreseen or not, leaves in the shape of the API that was asked."""
 
     @app.exception_handler(APIError)
-    async def on_api_error(_: Request, error: APIError) -> JSONResponse:
-        return error.response()
+    async def on_api_error(request: Request, error: APIError) -> JSONResponse:
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path[:200]}"
         known = {404: f"Unknown route: {where}", 405: f"Method not allowed: {where}"}
         message = known.get(error.status_code, str(error.detail))
-        return APIError(error.status_code, message, headers=error.headers).response()
+        return APIError(error.status_code, message, headers=error.headers).response(request.url.path)
 
     @app.exception_handler(Exception)
-    async def on_bug(_: Request, error: Exception) -> JSONResponse:
+    async def on_bug(request: Request, error: Exception) -> JSONResponse:
         # Starlette raises the exception again after this response, so that the server logs its traceback.
-        return APIError(500, f"Internal server error ({type(error).__name__})").response()
+        return APIError(500, f"Internal server error ({type(error).__name__})").response(request.url.path)

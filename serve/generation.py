@@ -270,8 +270,14 @@ class Generation:
                 self._spellings.remember(prompt.text + spelling[0], prompt.ids + spelling[1])
         return index
 
-    async def complete(self) -> list[Delta]:
-        """Every choice as one delta."""
+    async def complete(self, http_request: Request) -> list[Delta]:
+        """Every choice as one delta; it is closed then, and as soon as the client goes away."""
+        try:
+            return await unless_disconnected(http_request.receive, self._complete())
+        finally:
+            self.close()
+
+    async def _complete(self) -> list[Delta]:
         while await self.next_update() is not None:
             pass
         return [choice.take(everything=True) or Delta() for choice in self.choices]
@@ -311,12 +317,8 @@ async def respond(
     if request.stream:
         events = _events(generation, request, form, head | {"object": form.chunk_object_name})
         return EventStream(events, generation.close, headers)
-    try:
-        deltas = await unless_disconnected(http_request.receive, generation.complete())
-    finally:
-        generation.close()
     choices = []
-    for i, delta in enumerate(deltas):
+    for i, delta in enumerate(await generation.complete(http_request)):
         choices.append(to_json(form.choice(i, delta, generation.prompt_of(i))))
         await asyncio.sleep(0)  # a choice may hold thousands of log-probabilities: let the streams go on
     rest = head | {

@@ -15,7 +15,7 @@ from serve.generation import Generation, Serving, TokenNames
 from serve.parts import Arguments, CallStart, Content, Thought, merged
 from serve.protocol import ChatRequest
 from serve.responses_request import ResponsesRequest, echoed, in_own_words
-from serve.stream import EventStream, sse, unless_disconnected
+from serve.stream import EventStream, sse
 
 Event = dict[str, Any]
 
@@ -136,10 +136,7 @@ async def create_response(
     generation.submit()
     if chat.stream:
         return EventStream(_events(generation, answer, head), generation.close, headers)
-    try:
-        (delta,) = await unless_disconnected(http_request.receive, generation.complete())
-    finally:
-        generation.close()
+    (delta,) = await generation.complete(http_request)
     for _ in answer.feed(delta):
         pass
     return JSONResponse(_whole(head, answer, generation, delta.finish_reason), headers=headers)

@@ -1,10 +1,11 @@
-"""The items of a response, whatever pieces its parts come in, and events that add up to them."""
+"""The items of a response and the blocks of a message, whatever pieces they come in, and events that add up to them."""
 
 import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve import anthropic
 from serve.choice import Delta
 from serve.parts import Arguments, CallStart, Content, Part, Thought
 from serve.responses import Answer
@@ -38,13 +39,21 @@ def without_ids(items: list[dict]) -> list[dict]:
     return [{key: value for key, value in item.items() if key != "id"} for item in items]
 
 
+@st.composite
+def cut_answers(draw) -> tuple[list[Part], list[Delta]]:
+    """Parts, and the same in several deltas."""
+    parts = draw(answers())
+    cuts = sorted(draw(st.lists(st.integers(0, len(parts)), max_size=5)))
+    deltas = [Delta(parts=parts[a:b]) for a, b in itertools.pairwise([0, *cuts, len(parts)])]
+    deltas[-1].finish_reason = draw(st.sampled_from(["stop", "length"]))
+    return parts, deltas
+
+
 @settings(max_examples=200)
-@given(answers(), st.data(), st.sampled_from(["stop", "length"]))
-def test_pieces_make_the_same_items_and_events_that_add_up(parts, data, reason):
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(parts)), max_size=5)))
-    places = [0, *cuts, len(parts)]
-    deltas = [Delta(parts=parts[a:b]) for a, b in itertools.pairwise(places)]
-    deltas[-1].finish_reason = reason
+@given(cut_answers())
+def test_pieces_make_the_same_items_and_events_that_add_up(given):
+    parts, deltas = given
+    reason = deltas[-1].finish_reason
     whole, _ = run([Delta(parts=parts, finish_reason=reason)])
     items, events = run(deltas)
     assert without_ids(items) == without_ids(whole)
@@ -77,3 +86,26 @@ def test_pieces_make_the_same_items_and_events_that_add_up(parts, data, reason):
         )
     order = [event["output_index"] for event in events]
     assert order == sorted(order)
+
+
+@settings(max_examples=200)
+@given(cut_answers())
+def test_pieces_make_the_same_blocks_and_events_that_add_up(given):
+    parts, deltas = given
+    answer, whole = anthropic.Answer(), anthropic.Answer()
+    events = [event for delta in deltas for event in answer.feed(delta)]
+    list(whole.feed(Delta(parts=parts, finish_reason=deltas[-1].finish_reason)))
+    assert answer.blocks == whole.blocks and answer.ending == whole.ending
+    for index, block in enumerate(answer.blocks):
+        first, *deltas_of, last = [event for event in events if event["index"] == index]
+        assert (first["type"], last["type"]) == ("content_block_start", "content_block_stop")
+        assert first["content_block"]["type"] == block["type"]
+        text = "".join(next(v for k, v in e["delta"].items() if k != "type") for e in deltas_of)
+        if block["type"] == "tool_use":
+            number = int(block["id"].removeprefix("call_"))
+            assert text == "".join(p.text for p in parts if isinstance(p, Arguments) and p.number == number)
+        else:
+            assert text == block[block["type"]] != ""
+    assert [event["index"] for event in events] == sorted(event["index"] for event in events)
+    texts = ["".join(b.get(kind, "") for b in answer.blocks) for kind in ("thinking", "text")]
+    assert texts == ["".join(p.text for p in parts if isinstance(p, kind)) for kind in (Thought, Content)]

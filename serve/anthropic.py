@@ -1,0 +1,158 @@
+"""POST /v1/messages and /v1/messages/count_tokens: answers in the form of Anthropic's API, whole or as events."""
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pydantic_core
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from serve.anthropic_request import MessagesRequest
+from serve.chat import prepare
+from serve.choice import Delta
+from serve.errors import APIError, anthropic_body
+from serve.generation import Generation, Serving
+from serve.parts import Arguments, CallStart, Content, Thought, merged
+from serve.prompts import chat_text
+from serve.protocol import ChatRequest
+from serve.stream import EventStream, sse
+
+Event = dict[str, Any]
+
+
+class Answer:
+    """The blocks of an answer, from its parts as they come; what is new about them as events."""
+
+    def __init__(self) -> None:
+        self.blocks: list[dict[str, Any]] = []
+        self.ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._open = False  # the last block still grows
+        self._arguments = ""  # of the last block, if it is a call
+
+    def feed(self, delta: Delta) -> Iterator[Event]:
+        """Events of what has come; all of them must be taken."""
+        for part in merged(delta.parts):
+            if isinstance(part, CallStart):
+                yield from self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+            elif isinstance(part, Arguments):
+                self._arguments += part.text
+                yield self._grown({"type": "input_json_delta", "partial_json": part.text})
+            elif part.text:
+                yield from self._text(part)
+        if delta.finish_reason is not None:
+            yield from self._end()
+            self.ending = _ending(delta)
+
+    def _text(self, part: Thought | Content) -> Iterator[Event]:
+        kind = "thinking" if isinstance(part, Thought) else "text"
+        if not self._open or self.blocks[-1]["type"] != kind:
+            more = {"signature": ""} if kind == "thinking" else {}
+            yield from self._begin({"type": kind, kind: "", **more})
+        self.blocks[-1][kind] += part.text
+        yield self._grown({"type": f"{kind}_delta", kind: part.text})
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._end()
+        self.blocks.append(block)
+        self._open, self._arguments = True, ""
+        yield {
+            "type": "content_block_start",
+            "index": len(self.blocks) - 1,
+            "content_block": dict(block),
+        }
+
+    def _grown(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+    def _end(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        self._open = False
+        if self.blocks[-1]["type"] == "tool_use":
+            self.blocks[-1]["input"] = _object(self._arguments)
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Arguments of a call that may be cut; what is no object has none."""
+    try:
+        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ending(delta: Delta) -> dict[str, Any]:
+    if delta.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if delta.called:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(delta.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+async def create_message(
+    serving: Serving, http_request: Request, asked: tuple[MessagesRequest, ChatRequest]
+) -> Response:
+    """Answer a conversation."""
+    timer = serving.metrics.request_timer()
+    _, chat = asked
+    model = serving.check_model(chat.model)
+    prompt, params = await prepare(serving, http_request, chat)
+    message_id = f"msg_{uuid.uuid4().hex}"
+    generation = Generation(serving, chat, [prompt], params, message_id, timer)
+    answer = Answer()
+    head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+    headers = {"request-id": message_id}
+    generation.submit()
+    if chat.stream:
+        return EventStream(_events(generation, answer, head), generation.close, headers)
+    (delta,) = await generation.complete(http_request)
+    for _ in answer.feed(delta):
+        pass
+    whole = head | {"content": answer.blocks, **answer.ending, "usage": _usage(generation)}
+    return JSONResponse(whole, headers=headers)
+
+
+async def count_tokens(serving: Serving, http_request: Request, chat: ChatRequest) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    serving.check_model(chat.model)
+
+    def count() -> int:
+        text = chat_text(serving.tools, chat)
+        return len(serving.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens))
+
+    return JSONResponse({"input_tokens": await serving.in_thread(http_request, count)})
+
+
+def _usage(generation: Generation) -> dict[str, int]:
+    """Tokens that were found in the cache are not among the input's, in this form."""
+    used = generation.usage()
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": used["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": used["completion_tokens"],
+    }
+
+
+async def _events(generation: Generation, answer: Answer, head: dict[str, Any]) -> AsyncGenerator[bytes]:
+    """The server-sent events of a streamed message."""
+
+    def event(fields: Event) -> bytes:
+        return b"event: " + fields["type"].encode() + b"\n" + sse(fields)
+
+    nothing: dict[str, Any] = {"content": [], **answer.ending}
+    yield event({"type": "message_start", "message": head | nothing | {"usage": _usage(generation)}})
+    try:
+        while await generation.next_update() is not None:
+            if (delta := generation.choices[0].take()) is not None:
+                for fields in answer.feed(delta):
+                    yield event(fields)
+        yield event({"type": "message_delta", "delta": answer.ending, "usage": _usage(generation)})
+        yield event({"type": "message_stop"})
+    except APIError as error:
+        yield event(anthropic_body(error))  # the status line is gone already
