@@ -24,7 +24,9 @@ Event = dict[str, Any]
 class Answer:
     """The blocks of an answer, from its parts as they come; what is new about them as events."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: bool = False) -> None:
+        """`cut`: there is less room than `max_tokens`."""
+        self._limit = "model_context_window_exceeded" if cut else "max_tokens"
         self.blocks: list[dict[str, Any]] = []
         self.ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._open = False  # the last block still grows
@@ -42,7 +44,7 @@ class Answer:
                 yield from self._text(part)
         if delta.finish_reason is not None:
             yield from self._end()
-            self.ending = _ending(delta)
+            self.ending = self._ending(delta)
 
     def _text(self, part: Thought | Content) -> Iterator[Event]:
         kind = "thinking" if isinstance(part, Thought) else "text"
@@ -65,6 +67,15 @@ class Answer:
     def _grown(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
+    def _ending(self, delta: Delta) -> dict[str, Any]:
+        sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        reason = "end_turn" if sequence is None else "stop_sequence"
+        if delta.finish_reason == "length":
+            reason = self._limit
+        elif delta.called:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
+
     def _end(self) -> Iterator[Event]:
         if not self._open:
             return
@@ -83,27 +94,18 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ending(delta: Delta) -> dict[str, Any]:
-    if delta.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if delta.called:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(delta.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
-
-
 async def create_message(
     serving: Serving, http_request: Request, asked: tuple[MessagesRequest, ChatRequest]
 ) -> Response:
     """Answer a conversation."""
     timer = serving.metrics.request_timer()
-    _, chat = asked
+    request, chat = asked
     model = serving.check_model(chat.model)
-    prompt, params = await prepare(serving, http_request, chat)
+    # Its clients ask for as much as large models may say.
+    prompt, params = await prepare(serving, http_request, chat, cut=True)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, message_id, timer)
-    answer = Answer()
+    answer = Answer(cut=params[0].max_tokens < request.max_tokens)
     head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
     headers = {"request-id": message_id}
     generation.submit()

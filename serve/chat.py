@@ -127,9 +127,12 @@ async def create_chat_completion(serving: Serving, http_request: Request, reques
 
 
 async def prepare(
-    serving: Serving, http_request: Request, request: ChatRequest
+    serving: Serving, http_request: Request, request: ChatRequest, *, cut: bool = False
 ) -> tuple[Prompt, list[SamplingParams]]:
-    """The prompt of a conversation, and how its answer is sampled; raises APIError."""
+    """The prompt of a conversation, and how its answer is sampled; raises APIError.
+
+    `cut`: what may be generated is at most what there is room for, instead of a 400.
+    """
     serving.check_ready()
     limit, vocab_size = serving.engine.max_model_len, serving.engine.vocab_size
     check_num_choices(1, request.n, serving.max_choices)
@@ -145,4 +148,7 @@ async def prepare(
     )
     form_of_answer = serving.thoughts.grammar(serving.tools.grammar(request), prompt.beginning)
     grammar = await serving.grammar_of(form_of_answer)
+    if cut and request.token_limit is not None:
+        room = min(request.token_limit, limit - len(prompt.ids))
+        request = request.model_copy(update={"max_completion_tokens": room})
     return prompt, sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)

@@ -100,6 +100,15 @@ def test_how_it_ends(served, stream, options, finish, reason, sequence, text):
     assert found["content"] == [{"type": "text", "text": text}]
 
 
+def test_more_tokens_than_there_is_room_for(served):
+    """What clients ask for that know large models; elsewhere a 400."""
+    served.script(ids("a"), cycle=True)
+    found = ask(served, max_tokens=32_000)
+    (request,) = served.engine.requests
+    assert request.sampling.max_tokens == 512 - len(request.prompt_ids) == found["usage"]["output_tokens"]
+    assert found["stop_reason"] == "model_context_window_exceeded"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_empty_answer(served, stream):
     served.script([EOS], finish="stop")
