@@ -39,6 +39,17 @@ NO_SCORER: Any = None  # decode tokens need none
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
 
+def add_fp8(parser: argparse.ArgumentParser) -> None:
+    """The option of benchmarks whose steps may have many tokens."""
+    parser.add_argument(
+        "--fp8",
+        nargs="?",
+        const="weights",
+        choices=("weights", "dynamic"),
+        help="the dense products' weights in FP8; dynamic: many tokens too",
+    )
+
+
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     """The shape with fewer layers, for a quick look; all of them if None. At least one is not a sliding-window layer."""
     count = max(count or config.num_layers, config.full_layers[0] + 1)

@@ -171,13 +171,7 @@ def main() -> None:
     parser.add_argument("--retention", type=float, default=0.25)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument(
-        "--fp8",
-        nargs="?",
-        const="weights",
-        choices=("weights", "dynamic"),
-        help="the dense products' weights in FP8; dynamic: many tokens too",
-    )
+    decode_step.add_fp8(parser)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")

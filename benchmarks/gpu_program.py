@@ -28,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tangram_jax as tj
-from benchmarks.decode_step import first_layers, ragged
+from benchmarks.decode_step import add_fp8, first_layers, ragged
 from benchmarks.gpu_timing import temporary_bytes
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
@@ -176,13 +176,7 @@ def main() -> None:
         "--packed", type=int, default=0, help="chunks of so many rows in the tokens of --chunk"
     )
     parser.add_argument("--bytes", action="store_true", help="pages of bytes")
-    parser.add_argument(
-        "--fp8",
-        nargs="?",
-        const="weights",
-        choices=("weights", "dynamic"),
-        help="the dense products' weights in FP8; dynamic: many tokens too",
-    )
+    add_fp8(parser)
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # for everything but the program, also where there is a GPU

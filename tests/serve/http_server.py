@@ -1,6 +1,7 @@
 """A real uvicorn on loopback in front of the scripted engine, and clients for it."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,20 @@ class Served:
     def script(self, tokens: Sequence[int] | str, **options: Any) -> None:
         """What the engine answers from now on."""
         self.engine.script = Script(ids(tokens) if isinstance(tokens, str) else tokens, **options)
+
+
+def named_events(served: Served, path: str, body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, each of which is named as its type says."""
+    with served.http.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        blocks = "".join(answer.iter_text()).split("\n\n")
+    assert blocks.pop() == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from serve.anthropic_request import messages_of
-from tests.serve.http_server import EOS, ids, serving
+from tests.serve.http_server import EOS, ids, named_events, serving
 from tests.serve.test_tool_formats import TOOLS
 from tests.serve.thought_templates import thought_tokenizer
 from tests.serve.tool_answers import ANSWERS, ARGUMENTS, TWO, prompt, script
@@ -21,17 +21,8 @@ FUNCTIONS = [
 
 
 def events_of(served, **body):
-    body = {"model": "tiny", "max_tokens": 400, "messages": HELLO, "stream": True} | body
-    with served.http.stream("POST", MESSAGES, json=body) as answer:
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        blocks = "".join(answer.iter_text()).split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    whole = {"model": "tiny", "max_tokens": 400, "messages": HELLO, "stream": True} | body
+    return named_events(served, MESSAGES, whole)
 
 
 def put_together(events):

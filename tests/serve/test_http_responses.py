@@ -1,12 +1,10 @@
 """POST /v1/responses: the conversation that is asked, the items and events that come back, and what is refused."""
 
-import json
-
 import openai
 import pytest
 
 from serve.responses_request import messages_of
-from tests.serve.http_server import EOS, ids, serving
+from tests.serve.http_server import EOS, ids, named_events, serving
 from tests.serve.test_tool_formats import TOOLS
 from tests.serve.thought_templates import thought_tokenizer
 from tests.serve.tool_answers import ANSWERS, ARGUMENTS, TWO, prompt, script
@@ -28,15 +26,7 @@ def ask(served, stream=False, **body):
 
 
 def events_of(served, **body):
-    with served.http.stream("POST", RESPONSES, json={"input": "Hi", "stream": True} | body) as answer:
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        blocks = "".join(answer.iter_text()).split("\n\n")
-    assert blocks.pop() == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    found = named_events(served, RESPONSES, {"input": "Hi", "stream": True} | body)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
