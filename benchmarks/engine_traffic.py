@@ -104,7 +104,7 @@ def main() -> None:
             config, params, retention,
             max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
             kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
-            prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else 1,
+            prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,
         )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer
         for how in ("as served", *["not split"] * args.half_empty, *["one prompt a step"] * args.apart):

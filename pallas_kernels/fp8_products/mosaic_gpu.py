@@ -145,16 +145,15 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         wg = lax.axis_index("wg")
         rounds = lax.div(cfg.units - lax.axis_index("cta") + (cfg.num_ctas - 1), i32(cfg.num_ctas))
 
-        # A block of many tokens has its sums in more registers than each warpgroup gets by default.
+        # A block of many tokens has its sums in more registers than each warpgroup gets by default. More than all threads
+        # get together would be waited for for ever.
         uneven = wgs > 1 and cfg.rows > 64
-        given = (
-            512 // (wgs + 1) // 8 * 8
-        )  # to each thread; more than all were given together they would wait for for ever
+        by_default = 512 // (wgs + 1) // 8 * 8
 
         @pl.when(wg < wgs)
         def _compute_all() -> None:
             if uneven:
-                plgpu.set_max_registers((given * (wgs + 1) - LOADING) // wgs // 8 * 8, action="increase")
+                plgpu.set_max_registers((by_default * (wgs + 1) - LOADING) // wgs // 8 * 8, action="increase")
             unpacked = spare[0].at[wg] if spare else None
             _compute(cfg, wg, rounds, scales, out, x_s, codes_s, out_s.at[wg], unpacked, full, free)
 
@@ -250,9 +249,7 @@ def _compute(
         sums = pl.run_scoped(products, plgpu.ACC((TILE, cfg.rows), f32))
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
         here = [(columns, BY_ROW), (pl.ds(unit.row, cfg.rows), BY_COLUMN)]
-        if (
-            cfg.splits > 1
-        ):  # float32s that are to be transposed take no factors by column, and XLA adds them up anyway
+        if cfg.splits > 1:  # XLA, which adds the parts up, has the tokens' scales
             here = here[:1]
         for axis, (of, (at, layout)) in enumerate(zip(scales, here, strict=False)):
             factors = plgpu.load(of.at[at], layout=layout, optimized=False)

@@ -4,6 +4,7 @@ XLA takes three kernels, since it neither keeps what a reduction has read nor st
 the memory.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.fp8_products.tokens import LARGEST, LEAST, RUN, Fp8Tokens, codes_of, scales_of
+from pallas_kernels.left_operand import constant as bits
 
 WARPS = 4  # of a CTA, a token each
 LANES = 32
@@ -32,6 +34,7 @@ mov.b32 $0, {low, high};
 }"""
 
 
+@functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all products of a depth
 def quantise_tokens_mosaic_gpu(x: jax.Array, *, interpret: Any = None) -> Fp8Tokens:
     """See `fp8_products.quantise_tokens`."""
     tokens, depth = x.shape
@@ -73,9 +76,6 @@ def _quantise(x: Any, codes: Any, scales: Any, first: Any) -> None:
         i8, i16, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32, 64))
         f32, element = ir.F32Type.get(), ir.BF16Type.get()
         four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), i16)
-
-        def bits(value: int) -> ir.Value:
-            return mgpu_utils.c(value - (1 << 32) if value >> 31 else value, i32)
 
         thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
         warp, lane = arith.divui(thread, ops.constant(LANES)), arith.remui(thread, ops.constant(LANES))
