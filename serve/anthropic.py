@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 import pydantic_core
@@ -12,11 +13,11 @@ from serve.anthropic_request import MessagesRequest
 from serve.chat import prepare
 from serve.choice import Delta
 from serve.errors import APIError, anthropic_body
-from serve.generation import Generation, Serving
+from serve.generation import Generation, Serving, respond_with
 from serve.parts import Arguments, CallStart, Content, Thought, merged
 from serve.prompts import chat_text
 from serve.protocol import ChatRequest
-from serve.stream import EventStream, sse
+from serve.stream import named_sse
 
 Event = dict[str, Any]
 
@@ -107,15 +108,15 @@ async def create_message(
     generation = Generation(serving, chat, [prompt], params, message_id, timer)
     answer = Answer(cut=params[0].max_tokens < request.max_tokens)
     head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+
+    def whole(delta: Delta) -> dict[str, Any]:
+        for _ in answer.feed(delta):
+            pass
+        return head | {"content": answer.blocks, **answer.ending, "usage": _usage(generation)}
+
+    events = partial(_events, generation, answer, head)
     headers = {"request-id": message_id}
-    generation.submit()
-    if chat.stream:
-        return EventStream(_events(generation, answer, head), generation.close, headers)
-    (delta,) = await generation.complete(http_request)
-    for _ in answer.feed(delta):
-        pass
-    whole = head | {"content": answer.blocks, **answer.ending, "usage": _usage(generation)}
-    return JSONResponse(whole, headers=headers)
+    return await respond_with(http_request, generation, events, whole, headers, stream=chat.stream)
 
 
 async def count_tokens(serving: Serving, http_request: Request, chat: ChatRequest) -> Response:
@@ -144,17 +145,14 @@ def _usage(generation: Generation) -> dict[str, int]:
 async def _events(generation: Generation, answer: Answer, head: dict[str, Any]) -> AsyncGenerator[bytes]:
     """The server-sent events of a streamed message."""
 
-    def event(fields: Event) -> bytes:
-        return b"event: " + fields["type"].encode() + b"\n" + sse(fields)
-
     nothing: dict[str, Any] = {"content": [], **answer.ending}
-    yield event({"type": "message_start", "message": head | nothing | {"usage": _usage(generation)}})
+    yield named_sse({"type": "message_start", "message": head | nothing | {"usage": _usage(generation)}})
     try:
         while await generation.next_update() is not None:
             if (delta := generation.choices[0].take()) is not None:
                 for fields in answer.feed(delta):
-                    yield event(fields)
-        yield event({"type": "message_delta", "delta": answer.ending, "usage": _usage(generation)})
-        yield event({"type": "message_stop"})
+                    yield named_sse(fields)
+        yield named_sse({"type": "message_delta", "delta": answer.ending, "usage": _usage(generation)})
+        yield named_sse({"type": "message_stop"})
     except APIError as error:
-        yield event(anthropic_body(error))  # the status line is gone already
+        yield named_sse(anthropic_body(error))  # the status line is gone already

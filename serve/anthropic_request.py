@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import pydantic_core
 from pydantic import Field, model_validator
 
-from serve.errors import APIError, bad_request
+from serve.errors import APIError, bad_request, renamed
 from serve.fields import RequestModel, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import MAX_STOPS, ChatRequest
@@ -121,10 +121,7 @@ def _chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.parse(body, defaults)
     except APIError as error:
-        message = error.message
-        for theirs, ours in _NAMES.items():
-            message = message.replace(f"'{theirs}", f"'{ours}")
-        raise APIError(error.status, message, headers=error.headers) from None
+        raise renamed(error, _NAMES) from None
 
 
 def messages_of(given: list[Any], system: object) -> list[dict[str, Any]]:

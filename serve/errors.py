@@ -1,5 +1,6 @@
 """Errors in the shape of OpenAI's API, {"error": {"message", "type", "param", "code"}}; of Anthropic's under its routes."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,16 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
     """The JSON object that Anthropic's clients parse, of a response or of a stream's last event."""
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
+    """The same fault with other names of fields: {theirs: ours}."""
+    message, param = error.message, error.param
+    for theirs, ours in names.items():
+        message = message.replace(f"'{theirs}", f"'{ours}")
+        if param and re.split(r"[.\[]", param, maxsplit=1)[0] == theirs:
+            param = ours + param[len(theirs) :]
+    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:

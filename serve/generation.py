@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from serve.choice import Choice, Delta, TokenLogprob
 from serve.errors import APIError, unavailable
@@ -296,6 +296,23 @@ class Generation:
             thoughts = sum(choice.reasoning_tokens for choice in self.choices)
             usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
         return usage
+
+
+async def respond_with(
+    http_request: Request,
+    generation: Generation,
+    events: Callable[[], AsyncGenerator[bytes]],
+    whole: Callable[[Delta], dict[str, Any]],
+    headers: dict[str, str],
+    *,
+    stream: bool,
+) -> Response:
+    """Generate one choice and answer with its events, or with the object that `whole` makes of it."""
+    generation.submit()
+    if stream:
+        return EventStream(events(), generation.close, headers)
+    (delta,) = await generation.complete(http_request)
+    return JSONResponse(whole(delta), headers=headers)
 
 
 async def respond(

@@ -3,19 +3,20 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from serve.chat import ChatFormat, prepare
 from serve.choice import Delta
-from serve.errors import APIError
-from serve.generation import Generation, Serving, TokenNames
+from serve.errors import APIError, renamed
+from serve.generation import Generation, Serving, TokenNames, respond_with
 from serve.parts import Arguments, CallStart, Content, Thought, merged
 from serve.protocol import ChatRequest
-from serve.responses_request import ResponsesRequest, echoed, in_own_words
-from serve.stream import EventStream, sse
+from serve.responses_request import CHAT_NAMES, ResponsesRequest, echoed
+from serve.stream import named_sse
 
 Event = dict[str, Any]
 
@@ -125,21 +126,22 @@ async def create_response(
     try:
         prompt, params = await prepare(serving, http_request, chat)
     except APIError as error:
-        raise in_own_words(error) from None
+        raise renamed(error, CHAT_NAMES) from None
     response_id = f"resp_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, response_id, timer)
     head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}
     head |= echoed(request, chat)
     form = ChatFormat(chat, TokenNames(serving.tokenizer, as_ids=False)) if request.logprobs else None
     answer = Answer(form)
+
+    def whole(delta: Delta) -> dict[str, Any]:
+        for _ in answer.feed(delta):
+            pass
+        return _whole(head, answer, generation, delta.finish_reason)
+
+    events = partial(_events, generation, answer, head)
     headers = {"x-request-id": response_id}
-    generation.submit()
-    if chat.stream:
-        return EventStream(_events(generation, answer, head), generation.close, headers)
-    (delta,) = await generation.complete(http_request)
-    for _ in answer.feed(delta):
-        pass
-    return JSONResponse(_whole(head, answer, generation, delta.finish_reason), headers=headers)
+    return await respond_with(http_request, generation, events, whole, headers, stream=chat.stream)
 
 
 def _whole(
@@ -173,7 +175,7 @@ async def _events(generation: Generation, answer: Answer, head: dict[str, Any]) 
     def event(fields: Event) -> bytes:
         nonlocal number
         number += 1
-        return b"event: " + fields["type"].encode() + b"\n" + sse({"sequence_number": number - 1, **fields})
+        return named_sse({"sequence_number": number - 1, **fields})
 
     for kind in ("created", "in_progress"):
         response = head | begun | {"status": "in_progress"}

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from serve.errors import APIError, bad_request
+from serve.errors import APIError, bad_request, renamed
 from serve.fields import RequestModel, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import INT64, MAX_TOP_LOGPROBS, PLATFORM_FIELDS, ChatRequest
@@ -17,7 +17,12 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 _RESEND = "send the earlier turns in 'input': what of them is in the cache is found by itself"
 
 # What a fault of the chat request is called here.
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+CHAT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 class _Text(RequestModel):
@@ -89,7 +94,7 @@ class ResponsesRequest(RequestModel):
         try:
             return request, ChatRequest.parse(request._as_chat(), defaults)
         except APIError as error:
-            raise in_own_words(error) from None
+            raise renamed(error, CHAT_NAMES) from None
 
     def _as_chat(self) -> dict[str, Any]:
         for name in self.include:
@@ -233,16 +238,6 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
 
 def _fault(what: str) -> APIError:
     return bad_request(f"Invalid value for 'input': {what}.", "input", "invalid_value")
-
-
-def in_own_words(error: APIError) -> APIError:
-    """A fault of the chat completion in the fields of the response."""
-    message, param = error.message, error.param
-    for theirs, ours in _NAMES.items():
-        message = message.replace(f"'{theirs}", f"'{ours}")
-        if param and param.split(".")[0].split("[")[0] == theirs:
-            param = ours + param[len(theirs) :]
-    return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
 def echoed(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:

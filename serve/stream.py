@@ -23,6 +23,11 @@ def sse(payload: Any) -> bytes:
     return b"data: " + to_json(payload) + b"\n\n"
 
 
+def named_sse(payload: dict[str, Any]) -> bytes:
+    """The same with the payload's type as its name."""
+    return b"event: " + payload["type"].encode() + b"\n" + sse(payload)
+
+
 class OutputHub:
     """Hands outputs of the engine's thread to mailboxes of the event loop, with one wake-up for many outputs.
 

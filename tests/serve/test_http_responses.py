@@ -268,7 +268,7 @@ def test_what_has_no_effect_is_taken(served):
         ({"text": {"format": {"type": "x"}}}, "text.format", "format"),
         ({"text": {"fromat": {}}}, "text.fromat", "Did you mean 'text.format'"),
         ({"text": 3}, "text", "text"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning_effort", "low"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "low"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
         ({"inptu": "a"}, "inptu", "Did you mean 'input'"),
         ({"model": "other"}, "model", "does not exist here"),
