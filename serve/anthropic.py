@@ -31,7 +31,7 @@ class Answer:
         self.blocks: list[dict[str, Any]] = []
         self.ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._open = False  # the last block still grows
-        self._arguments = ""  # of the last block, if it is a call
+        self._pieces: list[str] = []  # of its text, or arguments
 
     def feed(self, delta: Delta) -> Iterator[Event]:
         """Events of what has come; all of them must be taken."""
@@ -39,7 +39,7 @@ class Answer:
             if isinstance(part, CallStart):
                 yield from self._begin({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
             elif isinstance(part, Arguments):
-                self._arguments += part.text
+                self._pieces.append(part.text)
                 yield self._grown({"type": "input_json_delta", "partial_json": part.text})
             elif part.text:
                 yield from self._text(part)
@@ -52,13 +52,13 @@ class Answer:
         if not self._open or self.blocks[-1]["type"] != kind:
             more = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **more})
-        self.blocks[-1][kind] += part.text
+        self._pieces.append(part.text)
         yield self._grown({"type": f"{kind}_delta", kind: part.text})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._end()
         self.blocks.append(block)
-        self._open, self._arguments = True, ""
+        self._open, self._pieces = True, []
         yield {
             "type": "content_block_start",
             "index": len(self.blocks) - 1,
@@ -81,8 +81,11 @@ class Answer:
         if not self._open:
             return
         self._open = False
-        if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _object(self._arguments)
+        block, text = self.blocks[-1], "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
 

@@ -29,6 +29,7 @@ class Answer:
         self.items: list[dict[str, Any]] = []
         self._form = form
         self._open = False  # the last item still grows
+        self._pieces: list[str] = []  # of its text, or arguments
 
     def feed(self, delta: Delta) -> Iterator[Event]:
         """Events of what has come; all of them must be taken."""
@@ -38,8 +39,7 @@ class Answer:
                 call = {"call_id": part.id, "name": part.name, "arguments": ""}
                 yield from self._begin("function_call", "fc", **call)
             elif isinstance(part, Arguments):
-                item = self.items[-1]
-                item["arguments"] += part.text
+                self._pieces.append(part.text)
                 yield self._event("response.function_call_arguments.delta", delta=part.text)
             elif part.text:
                 yield from self._text(part, logprobs)
@@ -51,7 +51,7 @@ class Answer:
             self.items[-1]["content"][0]["logprobs"] += logprobs  # of the token that ended it
         if not self.items:  # an empty answer is one, too
             yield from self._begin("message", "msg", role="assistant", content=[])
-        yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
+        yield from self.end("incomplete" if delta.finish_reason == "length" else "completed")
 
     def _text(self, part: Thought | Content, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         thought = isinstance(part, Thought)
@@ -64,34 +64,36 @@ class Answer:
         if not item["content"]:
             item["content"].append(_empty_part(item["type"]))
             yield self._event("response.content_part.added", content_index=0, part=_empty_part(item["type"]))
-        shown = item["content"][0]
-        shown["text"] += part.text
+        self._pieces.append(part.text)
         if thought:
             yield self._event("response.reasoning_text.delta", content_index=0, delta=part.text)
         else:
-            shown["logprobs"] += logprobs
+            item["content"][0]["logprobs"] += logprobs
             yield self._event(
                 "response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs
             )
 
     def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[Event]:
-        yield from self._end("completed")
+        yield from self.end("completed")
         item = {"type": kind, "id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
         self.items.append(item)
-        self._open = True
+        self._open, self._pieces = True, []
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}
 
-    def _end(self, status: str) -> Iterator[Event]:
+    def end(self, status: str) -> Iterator[Event]:
+        """Events of the end of the last item, if it still grows."""
         if not self._open:
             return
         self._open = False
-        item = self.items[-1]
+        item, text = self.items[-1], "".join(self._pieces)
         item["status"] = status
         if item["type"] == "function_call":
+            item["arguments"] = text
             yield self._event(
                 "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
             )
         for part in item.get("content", ()):
+            part["text"] = text
             if item["type"] == "reasoning":
                 yield self._event("response.reasoning_text.done", content_index=0, text=part["text"])
             else:
@@ -193,6 +195,8 @@ async def _events(generation: Generation, answer: Answer, head: dict[str, Any]) 
         yield event({"type": f"response.{response['status']}", "response": response})
     except APIError as error:
         # The status line is gone already.
+        for _ in answer.end("incomplete"):
+            pass
         fault = {"code": "server_error", "message": error.message}
         response = head | begun | {"status": "failed", "error": fault, "output": answer.items}
         yield event({"type": "response.failed", "response": response})

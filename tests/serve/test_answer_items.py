@@ -88,6 +88,16 @@ def test_pieces_make_the_same_items_and_events_that_add_up(given):
     assert order == sorted(order)
 
 
+def test_an_answer_that_breaks_off_has_what_there_was():
+    answer = Answer(None)
+    for text in ("a", "b"):
+        list(answer.feed(Delta(parts=[Content(text)])))
+    *_, last = answer.end("incomplete")
+    assert last["type"] == "response.output_item.done" and not list(answer.end("incomplete"))
+    (item,) = answer.items
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "ab")
+
+
 @settings(max_examples=200)
 @given(cut_answers())
 def test_pieces_make_the_same_blocks_and_events_that_add_up(given):
