@@ -59,7 +59,7 @@ def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
     """The same fault with other names of fields: {theirs: ours}."""
     message, param = error.message, error.param
     for theirs, ours in names.items():
-        message = message.replace(f"'{theirs}", f"'{ours}")
+        message = re.sub(rf"'{theirs}(?=['.\[])", f"'{ours}", message)
         if param and re.split(r"[.\[]", param, maxsplit=1)[0] == theirs:
             param = ours + param[len(theirs) :]
     return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
