@@ -108,6 +108,12 @@ class DecodeAttention:
             return self._kernel(layer, qkv, sinks)
         return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks)
 
+    def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Over the entries alone: see `history_attention`."""
+        if self._kernel:
+            return self._kernel.history(layer, q)
+        return history_attention(q, self._pages.of_layer(layer), self._logits)
+
 
 def decode_attention(
     qkv: jax.Array, pages: LayerPages, logits: AttentionLogits, sinks: jax.Array | None = None
@@ -121,7 +127,28 @@ def decode_attention(
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     own = logits(jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32))
     start = Softmax(jnp.broadcast_to(v[:, :, None].astype(f32), q.shape), own, jnp.ones_like(own))
-    state = _walk(
+    return with_sinks(*_walk_all(pages, start, q, logits).result(), sinks)[0]
+
+
+def history_attention(
+    q: jax.Array, pages: LayerPages, logits: AttentionLogits
+) -> tuple[jax.Array, jax.Array]:
+    """Query tokens of each request over its entries alone, as XLA operations.
+
+    q [B, K, G, D], where G may count several tokens' queries -> (out f32[B, K, G, D], natural log-sum-exp f32[B, K, G]).
+    Of a head without entries: finite values, and -inf or nearly so.
+    """
+    shape = q.shape[:-1]
+    start = Softmax(jnp.zeros(q.shape, jnp.float32), jnp.full(shape, NEVER), jnp.zeros(shape))
+    state = _walk_all(pages, start, q, logits)
+    total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
+    return state.out / total[..., None], state.top + jnp.log(total)
+
+
+def _walk_all(pages: LayerPages, start: Softmax, q: jax.Array, logits: AttentionLogits) -> Softmax:
+    """Add all entries to `start`, for queries [B, K, G, D]."""
+    f32 = jnp.float32
+    return _walk(
         pages,
         start,
         q.dtype,
@@ -130,7 +157,6 @@ def decode_attention(
             "bkgs,bksd->bkgd", w.astype(values.dtype), values, preferred_element_type=f32
         ),
     )
-    return with_sinks(*state.result(), sinks)[0]
 
 
 class ChunkAttention:

@@ -277,3 +277,9 @@ class DecodeKernel:
             qkv, self._pool, self._plan.layer(layer), sinks=sinks, has_new=True, **self._logits._asdict()
         )
         return out
+
+    def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `attention.history_attention`."""
+        return ragged_decode.ragged_decode(
+            q, self._pool, self._plan.layer(layer), out_dtype=jnp.float32, **self._logits._asdict()
+        )

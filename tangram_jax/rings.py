@@ -111,14 +111,16 @@ def row_rings(rings: Rings, table: jax.Array, layout: Any) -> jax.Array:
     return table[..., int(layout.first[first]) :].reshape(*table.shape[:-1], rings.num_groups, columns)
 
 
-def visible_pages(rings: Rings, pool: jax.Array, numbers: jax.Array, tokens: jax.Array) -> StepPages:
+def visible_pages(
+    rings: Rings, pool: jax.Array, numbers: jax.Array, tokens: jax.Array, ahead: Any = 0
+) -> StepPages:
     """What the next token of each request sees of its rings, in order of positions.
 
-    `numbers` i32[B, groups, C] the requests' pages, `tokens` i32[B] how many each has, -1 in an empty slot. The first pages
-    begin with `skip` entries that are out of sight.
+    `numbers` i32[B, groups, C] the requests' pages, `tokens` i32[B] how many each has, -1 in an empty slot; `ahead` i32[B]:
+    the token so many places after the next. The first pages begin with `skip` entries that are out of sight.
     """
     size, (batch, _, columns) = rings.page_size, numbers.shape
-    oldest = jnp.maximum(tokens - (rings.window - 1), 0)
+    oldest = jnp.maximum(tokens + ahead - (rings.window - 1), 0)
     page = oldest // size
     # Turned, so that the page with the oldest entry comes first.
     at = (page[:, None] + np.arange(columns)) % columns  # [B, C]

@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.transformer import forward
 from pallas_kernels import fp8_products
 from tangram_jax.cache import Cache
+from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
@@ -22,10 +23,11 @@ from tangram_jax.step_layers import Chunk, ChunkLayers, DecodeLayers
 
 
 class Decode(NamedTuple):
-    """One new token for each of several rows."""
+    """One new token for each of several rows, or that and drafts of those after it, to be verified at once."""
 
     rows: Any  # i32[B]; a number of no row is an empty slot
-    tokens: Any  # i32[B]
+    tokens: Any  # i32[B], or of S tokens each i32[B, S]
+    counts: Any = None  # i32[B]: how many of a row's S tokens are there; None: all
 
 
 def step(
@@ -52,12 +54,13 @@ def step(
         )
     chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
     chunks = [_placed(part, cache) for part in chunks]
+    empty = 0
     if decode:
-        decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens))
-    empty = 0 if chunks or decode is None else max(_least_tokens(config) - decode.rows.shape[0], 0)
-    if empty and decode:
-        rows = jnp.pad(decode.rows, (0, empty), constant_values=cache.num_rows)
-        decode = Decode(rows, jnp.pad(decode.tokens, (0, empty)))
+        decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens), decode.counts)
+        if not chunks:
+            missing = max(_least_tokens(config) - decode.tokens.size, 0)
+            empty = -(-missing * decode.rows.shape[0] // decode.tokens.size)
+            decode = _with_empty(decode, empty, cache)
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
@@ -68,7 +71,11 @@ def step(
         else ChunkLayers(plan, config, scorer, cache, part, dtype)
         for part in chunks
     ]
-    of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=empty) if decode else None
+    of_decode: DecodeLayers | DraftLayers | None = None
+    if decode and decode.tokens.ndim == 2:
+        of_decode = DraftLayers(plan, config, cache, decode.rows, _there(decode, cache), dtype)
+    elif decode:
+        of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=empty)
 
     def attend(
         state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
@@ -90,7 +97,8 @@ def step(
         cache = part.write(cache, what)
     if of_decode:
         cache = of_decode.append(cache, new)
-    return logits[: len(logits) - empty], cache
+    each = decode.tokens.size // decode.rows.shape[0] if decode else 1
+    return logits[: len(logits) - empty * each], cache
 
 
 def prefill_chunk(
@@ -151,6 +159,25 @@ def _or_none(rows: Any, cache: Cache) -> jax.Array:
     return jnp.where((rows >= 0) & (rows < cache.num_rows), rows, cache.num_rows)
 
 
+def _with_empty(decode: Decode, empty: int, cache: Cache) -> Decode:
+    """`decode` and so many empty slots."""
+    if not empty:
+        return decode
+    rows = jnp.pad(decode.rows, (0, empty), constant_values=cache.num_rows)
+    tokens = jnp.pad(decode.tokens, ((0, empty), *[(0, 0)] * (decode.tokens.ndim - 1)))
+    return Decode(rows, tokens, None if decode.counts is None else jnp.pad(decode.counts, (0, empty)))
+
+
+def _there(decode: Decode, cache: Cache) -> jax.Array:
+    """bool, as `decode.tokens`: those of a row, and of the row's count."""
+    there = decode.rows < cache.num_rows
+    if decode.tokens.ndim == 1:
+        return there
+    size = decode.tokens.shape[1]
+    counts = size if decode.counts is None else jnp.asarray(decode.counts)[:, None]
+    return there[:, None] & (np.arange(size) < counts)
+
+
 def _placed(chunk: Chunk | Packed, cache: Cache) -> Chunk | Packed:
     if isinstance(chunk, Packed):
         return Packed(_or_none(chunk.rows, cache), jnp.asarray(chunk.tokens), jnp.asarray(chunk.counts))
@@ -182,10 +209,13 @@ def _flatten(
         there.append(at < chunk.valid)
         start += len(at)
     if decode:
-        tokens.append(decode.tokens)
-        positions.append(before.at[decode.rows].get(mode="fill", fill_value=0))
-        logits_at.append(start + np.arange(decode.rows.shape[0]))
-        there.append(decode.rows < cache.num_rows)
+        first = before.at[decode.rows].get(mode="fill", fill_value=0)
+        if decode.tokens.ndim == 2:
+            first = first[:, None] + np.arange(decode.tokens.shape[1])
+        tokens.append(decode.tokens.reshape(-1))
+        positions.append(first.reshape(-1))
+        logits_at.append(start + np.arange(decode.tokens.size))
+        there.append(_there(decode, cache).reshape(-1))
     if not tokens:
         raise ValueError("a step needs a chunk, decode tokens, or both")
     flat = [jnp.concatenate(x) for x in (tokens, positions, logits_at, there)]

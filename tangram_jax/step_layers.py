@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     valid: Any  # i32[]: how many are, at least 1
 
 
-class _Layers:
+class Layers:
     """The layers of a model by kind: those whose cache is compressed, and those with a sliding window."""
 
     def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
@@ -66,8 +66,14 @@ class _Layers:
         config = self._config
         return [layers[i] for i in config.full_layers], [layers[i] for i in config.sliding_layers]
 
+    def _append(self, cache: Cache, slots: Slots, new: Sequence[jax.Array]) -> Cache:
+        """The cache with a token in each slot, from `new` of all layers: queries, key and value of each head."""
+        full, sliding = self._by_kind(new)
+        with jax.named_scope("append"):
+            return append(self._plan, cache, slots, full + sliding)
 
-class ChunkLayers(_Layers):
+
+class ChunkLayers(Layers):
     """The layers of a chunk."""
 
     def __init__(
@@ -130,7 +136,7 @@ class ChunkLayers(_Layers):
         return cache
 
 
-class DecodeLayers(_Layers):
+class DecodeLayers(Layers):
     """The layers of one new token each of several rows."""
 
     def __init__(
@@ -174,6 +180,4 @@ class DecodeLayers(_Layers):
 
     def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
         """The cache with the tokens, from `new` of all layers."""
-        full, sliding = self._by_kind(new)
-        with jax.named_scope("append"):
-            return append(self._plan, cache, self._slots, full + sliding)
+        return self._append(cache, self._slots, new)
