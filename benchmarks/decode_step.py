@@ -6,6 +6,7 @@
   python -m benchmarks.decode_step --devices 2     over two GPUs, against the time of reading at twice the roof
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
   python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
+  python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -14,6 +15,7 @@ Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clu
 """
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -102,6 +104,7 @@ def measure(
     args: Any,
     roof: float,
     dtype: Any,
+    drafts: int = 0,
 ) -> dict:
     sliding = tj.SlidingLayers.of(config, max_tail=64)
     plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
@@ -121,6 +124,12 @@ def measure(
     def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
         if parallel:  # `place` is left out: the order of random heads does not matter
             logits, cache = parallel.step(params, NO_SCORER, cache, None, tj.Decode(jnp.asarray(rows), first))
+        elif drafts:
+            tokens = jnp.broadcast_to(first[:, None], (len(rows), 1 + drafts))
+            decode = tj.Decode(jnp.asarray(rows), tokens)
+            logits, cache = tj.step(params, config, plan, NO_SCORER, cache, None, decode)
+            logits = logits[:: 1 + drafts]
+            cache = tj.rollback(plan, cache, jnp.asarray(rows), jnp.full(len(rows), drafts, jnp.int32))
         else:
             logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.asarray(rows), tokens=first)
         return jnp.argmax(logits, -1).astype(jnp.int32), cache
@@ -156,6 +165,7 @@ def measure(
         "tokens": tokens,
         "retention": retention,
         "weights": "fp8" if config.weights_fp8 else "bfloat16",
+        "drafts": drafts,
         "pages": "bytes" if byte_pages.is_bytes(dtype) else jnp.dtype(dtype).name,
         "ms": round(took * 1e3, 3),
         "floor_ms": round(floor * 1e3, 3),
@@ -207,6 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--empty-slots", type=int, default=0, help="decode slots without a request, beside the others"
     )
+    parser.add_argument("--drafts", type=int, default=0, help="each case with so many drafts after it")
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
@@ -226,14 +237,20 @@ def main() -> None:
     for index in args.cases:
         batch, tokens = CASES[index]
         for retention in (1.0, 0.25):
-            for dtype in (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]:
+            dtypes = (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]
+            for dtype, drafts in itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)]):
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
-                    row = measure(params, config, batch, tokens, retention, args, roof, dtype)
+                    row = measure(params, config, batch, tokens, retention, args, roof, dtype, drafts)
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
                     row = case | {"error": str(error)[:300]}
-                if byte_pages.is_bytes(dtype) and {"ms"} <= row.keys() & rows[-1].keys():
-                    row["times as fast"] = round(rows[-1]["ms"] / row["ms"], 3)
+                if drafts and {"ms"} <= row.keys() & rows[-1].keys():
+                    row["times as long"] = round(row["ms"] / rows[-1]["ms"], 3)
+                elif (
+                    byte_pages.is_bytes(dtype)
+                    and {"ms"} <= row.keys() & (plain := rows[-1 - bool(args.drafts)]).keys()
+                ):
+                    row["times as fast"] = round(plain["ms"] / row["ms"], 3)
                 rows.append(row)
                 print(row, flush=True)
     if args.out:

@@ -96,11 +96,17 @@ def compiled_sampling(rows: int, variant: Variant) -> Any:
 
 
 def compiled_step(
-    config: ModelConfig, chunk: int, decode: int, scorer: str, dtype: Any = jnp.bfloat16, packed: int = 0
+    config: ModelConfig,
+    chunk: int,
+    decode: int,
+    scorer: str,
+    dtype: Any = jnp.bfloat16,
+    packed: int = 0,
+    drafts: int = 0,
 ) -> Any:
     """The compiled program of one `tj.step` of a model's shape at retention 0.25, nothing of it allocated.
 
-    `packed`: chunks of so many rows in the `chunk` tokens.
+    `packed`: chunks of so many rows in the `chunk` tokens; `drafts`: of each request that decodes.
     """
     where = h200()
 
@@ -130,9 +136,10 @@ def compiled_step(
         rest = Decode(jnp.arange(decode), tokens) if decode else None
         return step(params, config, plan, tj.get_scorer(scorer), cache, part, rest)
 
+    new = (decode, 1 + drafts) if drafts else (decode,)
     with as_on_hopper():
         traced = jax.jit(run, donate_argnums=1).trace(
-            params, cache, abstract((chunk,), jnp.int32), abstract((decode,), jnp.int32)
+            params, cache, abstract((chunk,), jnp.int32), abstract(new, jnp.int32)
         )
     return compiled(traced)
 
@@ -175,6 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--packed", type=int, default=0, help="chunks of so many rows in the tokens of --chunk"
     )
+    parser.add_argument("--drafts", type=int, default=0, help="of each request that decodes")
     parser.add_argument("--bytes", action="store_true", help="pages of bytes")
     add_fp8(parser)
     parser.add_argument("--least-mb", type=float, default=0.0, help="list only what writes so much")
@@ -187,7 +195,7 @@ def main() -> None:
         if args.fp8:
             config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
         dtype = byte_pages.DTYPE if args.bytes else jnp.bfloat16
-        program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype, args.packed)
+        program = compiled_step(config, args.chunk, args.decode, args.scorer, dtype, args.packed, args.drafts)
     listed = kernels(program.as_text())
     for name, shape, size, origin in listed:
         if size >= args.least_mb * 1e6:

@@ -24,17 +24,18 @@ def check_attention(
     *,
     device: jax.Device | None = None,
     generations: Iterable[str] = GENERATIONS,
+    most: int = MAX_GROUP,
 ) -> None:
     """Raises NotImplementedError, naming the feature, for attention that has no kernel.
 
-    q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D]. `generations`: see `check_device`.
+    q_shape (B or T, K, G, D) over a pool [num_pages, 2, Hp, P, D], G at most `most`. `generations`: see `check_device`.
     """
     group, head_dim = q_shape[2], q_shape[3]
     page_size = byte_pages.page_size(jax.ShapeDtypeStruct(pool_shape, pool_dtype))
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension {head_dim}: the kernel has {HEAD_DIMS}")
-    if not 1 <= group <= MAX_GROUP:
-        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes 1 to {MAX_GROUP}")
+    if not 1 <= group <= most:
+        raise NotImplementedError(f"{group} query heads per KV head: the kernel takes 1 to {most}")
     if page_size not in PAGE_SIZES:
         raise NotImplementedError(f"page size {page_size}: the kernel has {PAGE_SIZES}")
     _check_dtypes("queries", q_dtype, pool_dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from serve.speculation import Speculation
 from serve.thought_prompt import PARSERS as REASONING_PARSERS
 from serve.tool_formats import PARSERS
 
@@ -59,6 +60,7 @@ class ServeConfig:
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    speculation: Speculation | None = None  # tokens drafted and verified; None: none
     prefix_cache: bool = True
     max_stored_sessions: int = 64
     kv_offloading_size: float = 0.0  # GiB of host memory for stored rows that must leave the pool

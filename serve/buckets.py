@@ -19,12 +19,14 @@ class Shape(NamedTuple):
     places: int = 1  # chunks in them
     slots: int | None = None  # decode slots
     scores: bool = False  # every token of the chunk
+    drafts: int = 0  # of each decode slot
 
     @property
     def name(self) -> str:
         chunks = f"chunk of {self.chunk}" if self.places == 1 else f"{self.places} chunks in {self.chunk}"
         parts = [chunks] if self.chunk else []
         parts += [f"{self.slots} decode slots"] if self.slots else []
+        parts += [f"{self.drafts} drafts each"] if self.drafts else []
         return " + ".join([*parts, "prompt logprobs"] if self.scores else parts)
 
 
@@ -38,6 +40,8 @@ class Buckets:
     prompt_logprobs: int  # token slots of a chunk whose every token is scored
     packed_chunks: tuple[int, ...] = ()  # token slots of several chunks: some of `mixed_chunks`
     places: int = 1  # of such chunks
+    drafts: int = 0  # of each decode slot at most, where drafts are verified
+    draft_slots: tuple[int, ...] = ()  # decode slots of such steps, ascending: some of `batches`
 
     @property
     def packed_slots(self) -> int:
@@ -59,6 +63,7 @@ class Buckets:
             *(Shape(c, 1, self.batches[-1]) for c in self.mixed_chunks),
             Shape(self.largest_chunk),
             *(Shape(None, 1, b) for b in self.batches),
+            *(Shape(None, 1, b, drafts=self.drafts) for b in self.draft_slots),
         ]
 
     def packed(self, count: int) -> tuple[int, int, int]:
@@ -72,9 +77,18 @@ class Buckets:
     def batch(self, count: int) -> int:
         return next(b for b in self.batches if b >= count)
 
+    def draft_batch(self, count: int) -> int:
+        return next(b for b in self.draft_slots if b >= count)
+
 
 def make_buckets(
-    max_num_seqs: int, max_tokens: int, window: int, max_model_len: int, places: int = 1
+    max_num_seqs: int,
+    max_tokens: int,
+    window: int,
+    max_model_len: int,
+    places: int = 1,
+    drafts: int = 0,
+    drafting: int = 0,
 ) -> Buckets:
     """Few shapes, at most four times apart: every chunk and batch runs in the next larger one.
 
@@ -82,7 +96,8 @@ def make_buckets(
     a step of 16 tokens than of 4.
 
     `places`: chunks that a step may have. Each has attention, scores and writes of its own: four take twice as long to
-    compile as one, and on a CPU a minute to load again (on a GPU two seconds).
+    compile as one, and on a CPU a minute to load again (on a GPU two seconds). `drafts`: of a decode slot, where at most
+    `drafting` sequences decode.
     """
     least = -(-window // 8) * 8
     # As long as the longest request, in the multiples of 64 tokens that the kernels take that score a chunk's entries.
@@ -100,6 +115,8 @@ def make_buckets(
         # Attention has as many token slots for each of them: together no more than the largest chunk, nor more memory.
         packed_chunks=tuple(c for c in mixed if c in PACKED and c * places <= most) if places > 1 else (),
         places=places,
+        drafts=drafts,
+        draft_slots=tuple(b for b in sorted(batches) if drafts and b <= drafting),
     )
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from models.sharding import tensor_mesh
-from pallas_kernels import byte_pages
+from pallas_kernels import byte_pages, ragged_decode
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
-from serve.buckets import make_buckets
+from serve.buckets import Buckets, make_buckets
 from serve.drift import DriftMonitor, Recipe, measuring_bytes
 from serve.engine import Engine
 from serve.errors import APIError
@@ -25,6 +25,7 @@ from serve.limits import Limits
 from serve.profiles import check_provenance, choose_profile
 from serve.protocol import CompletionRequest
 from serve.runner import Runner
+from serve.speculation import Speculation
 from serve.transfers import allow_pinned, under_way_bytes
 from serve.watched import WatchedEngine
 from tangram_jax.cache import row_layout
@@ -193,7 +194,17 @@ def build_engine(
         largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
         if recipe:
             recipe = Recipe.of(profile, max_model_len)
-    buckets = make_buckets(*batching[:2], plan.window, max_model_len, batching.max_num_partial_prefills)
+    drafts = config.speculation.num_speculative_tokens if config.speculation else 0
+    if on_gpu:
+        _check_drafts(drafts, shape)
+    buckets = make_buckets(
+        *batching[:2],
+        plan.window,
+        max_model_len,
+        batching.max_num_partial_prefills,
+        drafts,
+        config.speculation.disable_by_batch_size if config.speculation else 0,
+    )
     runner = Runner(
         model.params,
         shape,
@@ -220,6 +231,7 @@ def build_engine(
         packed_chunks=buckets.packed_chunks,
         packed_places=buckets.places,
         host_bytes=config.host_bytes,
+        **_drafting(config.speculation, buckets),
     )
     engine: Engine
     if recipe:
@@ -248,6 +260,24 @@ def build_engine(
     if config.host_bytes:
         summary += f" and more in {config.kv_offloading_size:g} GiB of host memory"
     return Built(engine, model, plan, summary, defaults)
+
+
+def _check_drafts(drafts: int, model: ModelConfig) -> None:
+    """Raises ConfigError for more than the decode kernel verifies at once."""
+    most = ragged_decode.MAX_QUERIES // model.group_size - 1
+    if drafts > max(most, 0):
+        instead = f"write at most {most}" if most > 0 else "leave --speculative-config out"
+        raise ConfigError(
+            f"num_speculative_tokens {drafts}: with {model.group_size} query heads for each KV head, {instead}"
+        )
+
+
+def _drafting(speculation: Speculation | None, buckets: Buckets) -> dict[str, Any]:
+    """Fields of `Limits`."""
+    if not speculation or not buckets.draft_slots:
+        return {}
+    lookup = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+    return {"drafts": buckets.drafts, "drafting": buckets.draft_slots[-1], "lookup": lookup}
 
 
 def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:

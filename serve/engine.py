@@ -8,10 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from serve.grammar import GrammarFailure
-from serve.handles import Handles
+from serve.handles import Handles, Sampled
 from serve.limits import Limits
 from serve.request import (
     EngineStats,
@@ -19,7 +17,6 @@ from serve.request import (
     FinishReason,
     GenerationRequest,
     OutputCallback,
-    PromptLogprob,
     RequestRejected,
     TokenOutput,
 )
@@ -94,7 +91,7 @@ class Engine:
             raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens, request.retention)
         try:
-            self._runner.sampling_row(request.sampling)
+            self._runner.check_sampling(request.sampling)
         except ValueError as error:  # here, where it ends this request alone
             raise RequestRejected(str(error)) from error
         with self._wake:
@@ -180,7 +177,12 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self) -> None:
-        """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do)."""
+        """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do).
+
+        Drafts follow the tokens before them: those are read first, and how many were right before the next step.
+        """
+        if self._under_way and self._scheduler.drafting.due(self._scheduler.running):
+            self._read_all()
         work = self._scheduler.schedule()
         if work:
             handles = self._runner.run(work, self._read_all)
@@ -188,7 +190,9 @@ class Engine:
             self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunks))
             self._totals["steps"] += 1
             self._totals["prefilled"] += sum(len(chunk.tokens) for chunk in work.chunks)
-        if self._under_way and (not work or len(self._under_way) >= PIPELINE):
+        if work and work.drafts:
+            self._read_all()
+        elif self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read_oldest()
         self._update_stats()
 
@@ -262,45 +266,35 @@ class Engine:
 
     def _read(self, handles: Handles, chunks: list[ChunkWork]) -> None:
         if handles.prompt:
-            self._note_prompt(chunks[0], handles)
-        if handles.tokens is None:
+            handles.prompt.note(chunks[0])
+        for sequence, wrong, sampled in handles.results():
+            if handles.counts is not None:
+                self._scheduler.drafting.note(sequence, wrong, len(sampled))
+            for one in sampled:
+                self._take(sequence, one)
+
+    def _take(self, sequence: Sequence, sampled: Sampled) -> None:
+        """The next token of a sequence."""
+        sequence.in_flight -= 1
+        if sequence.phase is Phase.ENDED:
             return
-        tokens = np.asarray(handles.tokens)
-        wants = any(s and s.sampling.logprobs is not None for s in handles.sequences)
-        logprobs = top_ids = tops = None
-        if wants and handles.logprobs is not None:
-            logprobs, top_ids, tops = map(
-                np.asarray, (handles.logprobs, handles.top_ids, handles.top_logprobs)
-            )
-        for i, sequence in enumerate(handles.sequences):
-            if sequence is None:
-                continue
-            sequence.in_flight -= 1
-            token = int(tokens[i])
-            if sequence.phase is Phase.CLOSING:
-                sequence.tokens.append(token)
-                self._scheduler.close(sequence)
-                continue
-            if sequence.phase is Phase.ENDED:
-                continue
-            sequence.tokens.append(token)
-            self._totals["generated"] += 1
-            if sequence.choice == 0 and len(sequence.tokens) == sequence.prompt_length + 1:
-                self._totals["prompt"] += sequence.prompt_length
-            output = TokenOutput(choice=sequence.choice, token_id=token)
-            count = sequence.sampling.logprobs
-            if count is not None and logprobs is not None and top_ids is not None and tops is not None:
-                output.logprob = float(logprobs[i])
-                output.top_logprobs = list(
-                    zip(top_ids[i, :count].tolist(), tops[i, :count].tolist(), strict=True)
-                )
-            output.finish_reason = self._finish_reason(sequence, token)
-            last = self._follow_grammar(sequence, output)
-            if output.finish_reason or last:
-                self._end(sequence)
-            self._emit(sequence, output)
-            if last:
-                self._emit(sequence, last)
+        sequence.tokens.append(sampled.token)
+        if sequence.phase is Phase.CLOSING:
+            self._scheduler.close(sequence)
+            return
+        self._totals["generated"] += 1
+        if sequence.choice == 0 and len(sequence.tokens) == sequence.prompt_length + 1:
+            self._totals["prompt"] += sequence.prompt_length
+        output = TokenOutput(
+            choice=sequence.choice, token_id=sampled.token, logprob=sampled.logprob, top_logprobs=sampled.top
+        )
+        output.finish_reason = self._finish_reason(sequence, sampled.token)
+        last = self._follow_grammar(sequence, output)
+        if output.finish_reason or last:
+            self._end(sequence)
+        self._emit(sequence, output)
+        if last:
+            self._emit(sequence, last)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.sampling
@@ -329,18 +323,6 @@ class Engine:
             last = TokenOutput(choice=sequence.choice, finish_reason="error", error=str(error))
         output.finish_reason = None
         return last
-
-    def _note_prompt(self, chunk: ChunkWork, handles: Handles) -> None:
-        """Put a chunk's prompt log-probabilities in their places; the first token has none."""
-        sequence, scores = chunk.sequence, handles.prompt
-        assert scores is not None and sequence.prompt_logprobs is not None
-        count = sequence.sampling.prompt_logprobs or 0
-        logprobs, ids, tops = (np.asarray(x) for x in (scores.logprobs, scores.top_ids, scores.top_logprobs))
-        for i in range(len(chunk.tokens)):
-            at = chunk.start + i + 1
-            if at < sequence.prompt_length:
-                pairs = list(zip(ids[i, :count].tolist(), tops[i, :count].tolist(), strict=True))
-                sequence.prompt_logprobs[at] = PromptLogprob(float(logprobs[i]), pairs)
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
         if not sequence.announced:
@@ -374,6 +356,9 @@ class Engine:
             prefix_hit_tokens_total=counters["prefix_hits"],
             preemptions_total=counters["preemptions"],
             tail_compressions_total=counters["tail_compressions"],
+            drafts_total=counters["drafts"],
+            draft_tokens_total=counters["draft_tokens"],
+            accepted_tokens_total=counters["accepted_tokens"],
             steps_total=self._totals["steps"],
             host_sessions=len(host),
             host_bytes=host.used,

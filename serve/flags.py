@@ -17,6 +17,7 @@ from serve.args import (
     ServeConfig,
 )
 from serve.sizes import parse_bytes
+from serve.speculation import parse_speculation
 from serve.tool_formats import PARSERS
 
 API_KEY_VARIABLE = "TANGRAM_API_KEY"
@@ -120,6 +121,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of one step, the chunk of prefill included "
         + by_machine.format(ON_CPU.max_num_batched_tokens, ON_GPU.max_num_batched_tokens),
+    )
+    memory.add_argument(
+        "--speculative-config",
+        dest="speculation",
+        type=parse_speculation,
+        metavar="JSON",
+        help='draft tokens from what the conversation says already and verify several in one step, as {"method": "ngram", '
+        '"num_speculative_tokens": 3}; faster for few requests at a time whose answers quote, edit or repeat (default: none '
+        "are drafted)",
     )
     memory.add_argument(
         "--block-size",

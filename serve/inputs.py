@@ -1,6 +1,7 @@
 """What a step's work is to the compiled programs: arrays of the bucket that holds it, and whose each row of logits is."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,21 +11,38 @@ from tangram_jax.packed import Packed
 from tangram_jax.step import Chunk
 
 
+class Drafts(NamedTuple):
+    """Drafts of the tokens after the next one of each decode slot."""
+
+    tokens: np.ndarray  # i32[decode slots, most]
+    counts: (
+        np.ndarray
+    )  # i32[decode slots]: tokens of each slot that are there, the next one counted: at least 1
+
+    @classmethod
+    def none(cls, slots: int, most: int) -> "Drafts":
+        return cls(np.zeros((slots, most), np.int32), np.ones(slots, np.int32))
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one step. Row i of its logits is of `sequences[i]` (None: it means nothing) and of row `logits_of[i]`."""
+    """Arguments of one step. Row i of its logits is of `sequences[i]` (None: it means nothing) and of row `logits_of[i]`.
+
+    With `drafts` a row of them is a slot's: as many logits, one after each token.
+    """
 
     chunk: Chunk | Packed | None
     rows: np.ndarray | None  # i32[decode slots]
     next_tokens: np.ndarray | None  # i32[T]: of a chunk whose every token is scored
     sequences: list[Sequence | None]
     logits_of: list[int]
+    drafts: Drafts | None = None
 
 
 def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
     """The least program that does `work`, its empty places filled with `num_rows`, which is no row."""
     chunk: Chunk | Packed | None = None
-    following = slots = None
+    following = slots = drafts = None
     places = len(work.chunks)
     if len(work.chunks) > 1:
         size, places, slots = buckets.packed(sum(len(c.tokens) for c in work.chunks))
@@ -37,6 +55,13 @@ def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
         chunk = Chunk(np.int32(_row(only.sequence)), pad(only.tokens, size), np.int32(count))
         following = pad(only.next_tokens, size) if work.scores_prompt else None
         slots = buckets.batches[-1] if mixed else None
+    elif work.drafts:
+        slots = buckets.draft_batch(len(work.decode))
+        drafts = Drafts.none(slots, buckets.drafts)
+        for i, sequence in enumerate(work.decode):
+            guess = work.drafts.get(sequence, ())
+            drafts.tokens[i, : len(guess)] = guess
+            drafts.counts[i] += len(guess)
     elif work.decode:
         slots = buckets.batch(len(work.decode))
     sequences = [c.sequence if c.last else None for c in work.chunks]
@@ -49,7 +74,7 @@ def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
         rows = np.full(slots, num_rows, np.int32)
         rows[: len(work.decode)] = [_row(s) for s in work.decode]
         logits_of += rows.tolist()
-    return Inputs(chunk, rows, following, sequences, logits_of)
+    return Inputs(chunk, rows, following, sequences, logits_of, drafts)
 
 
 def _row(sequence: Sequence) -> int:

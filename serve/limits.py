@@ -19,6 +19,9 @@ class Limits:
     packed_chunks: tuple[int, ...] = ()  # tokens of several chunks in one step: some of these sizes
     packed_places: int = 1  # chunks in such a step at most
     least_shared: int = 128  # tokens that several prompts must begin with to be prefilled once
+    drafts: int = 0  # tokens drafted for a sequence at a time; 0: none
+    drafting: int = 0  # sequences that may run where there are drafts
+    lookup: tuple[int, int] = (2, 4)  # tokens that a draft follows elsewhere in its sequence, least and most
     host_bytes: int = 0  # of host memory, for stored rows that must leave the pool
 
     @property

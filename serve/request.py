@@ -119,6 +119,9 @@ class EngineStats:
     prefix_hit_tokens_total: int = 0  # prompt tokens found there and not prefilled again
     preemptions_total: int = 0
     tail_compressions_total: int = 0
+    drafts_total: int = 0  # times that drafts of a choice were verified
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0  # of those
     steps_total: int = 0
     host_sessions: int = 0  # rows in host memory, and the bytes that they take there
     host_bytes: int = 0

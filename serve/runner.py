@@ -4,7 +4,7 @@ Every shape comes from a small set of buckets and all programs are compiled at s
 `run` returns handles, so the engine can dispatch a step before it has seen the tokens of the one before.
 """
 
-import itertools
+import dataclasses
 import logging
 import threading
 import weakref
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from serve.buckets import Buckets, Shape, pad
+from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
-from serve.inputs import inputs_of
+from serve.inputs import Drafts, inputs_of
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
+from serve.row_sampler import RowSampler
 from serve.sequence import Sequence, Work
 from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
@@ -31,14 +32,10 @@ from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
 from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
-from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant
-from tangram_jax.sampling_filters import mask_words
 from tangram_jax.scorers import Scorer
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import Chunk, Decode, step
 
-VARIANTS = (GREEDY, FULL, Variant(num_logprobs=TOP_LOGPROBS))
-MASKED = VARIANTS[2]  # of a batch in which a grammar allows some tokens only: one program for all of them
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 log = logging.getLogger("tangram.engine")
@@ -97,9 +94,7 @@ class Runner(RowCopies):
         # Of the last step, and the row of them that is of each last chunk.
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
-        self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant of sampling serves
         self.cache: Cache
-        self.sampler: SamplerState
         self.transfers: Transfers | None = None
         if host_bytes:
             page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
@@ -109,18 +104,11 @@ class Runner(RowCopies):
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
         run_step: Any = self._step_program
-        run_sample: Any = sampling.sample
-        if programs:
-            store = ProgramStore(programs, config, plan, scorer)
+        store = ProgramStore(programs, config, plan, scorer) if programs else None
+        if store:
             run_step = store.keep("step", run_step, _like_step)
-            run_sample = store.keep("sample", run_sample, _like_sample)
         self._step = jax.jit(run_step, static_argnames="all_logits", donate_argnums=1)
-        self._sample = jax.jit(
-            run_sample,
-            static_argnames="variant",
-            donate_argnums=1,
-            compiler_options=sampling.compiler_options(),
-        )
+        self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
         self.reset()
 
     def claim(self) -> None:
@@ -135,15 +123,11 @@ class Runner(RowCopies):
         """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("cache", None)
-        self.__dict__.pop("sampler", None)
         if self.transfers:
             self.transfers.reset()
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
         cache = self._new_cache() if self._parallel else jax.device_put(self._new_cache(), self._device)
-        sampler = jax.device_put(
-            sampling.init_sampler(self.num_rows, self.config.vocab_size), self._everywhere
-        )
-        self.cache, self.sampler = jax.block_until_ready((cache, sampler))
+        self.cache, _ = jax.block_until_ready((cache, self.sampler.reset()))
 
     # Programs
 
@@ -155,13 +139,18 @@ class Runner(RowCopies):
         chunk: Chunk | Packed | None,
         rows: jax.Array | None,
         next_tokens: jax.Array | None,
+        drafts: Drafts | None,
         *,
         all_logits: bool = False,
     ) -> tuple[jax.Array, Cache, tuple[jax.Array, ...] | None]:
         last = sampling.Ints.LAST_TOKEN
         decode = None
         if rows is not None:
-            decode = Decode(rows, sampler_ints.at[rows, last].get(mode="fill", fill_value=0))
+            tokens = sampler_ints.at[rows, last].get(mode="fill", fill_value=0)
+            decode = Decode(rows, tokens)
+            if drafts is not None:
+                tokens = jnp.concatenate([tokens[:, None], drafts.tokens], axis=1)
+                decode = Decode(rows, tokens, drafts.counts)
         run = self._parallel.step if self._parallel else partial(step, config=self.config, plan=self.plan)
         logits, cache = run(
             params, scorer=self._scorer, cache=cache, chunk=chunk, decode=decode, all_logits=all_logits
@@ -180,7 +169,7 @@ class Runner(RowCopies):
         """
         given = inputs_of(work, self.buckets, self.num_rows)
         logits, self.cache, scores = self._step(
-            self.params, self.cache, self.sampler.ints, given.chunk, given.rows, given.next_tokens,
+            self.params, self.cache, self.sampler.state.ints, given.chunk, given.rows, given.next_tokens, given.drafts,
             all_logits=work.scores_prompt,
         )  # fmt: skip
         self._last_logits = logits, {c.sequence: i for i, c in enumerate(work.chunks) if c.last}
@@ -190,29 +179,13 @@ class Runner(RowCopies):
             return Handles([], None, prompt=prompt)
         if any(s.grammar for s in sequences if s):
             read_all()
-        return self._sample_rows(logits, sequences, given.logits_of, prompt)
-
-    def _sample_rows(
-        self,
-        logits: jax.Array,
-        sequences: list[Sequence | None],
-        rows: list[int],
-        prompt: PromptScores | None = None,
-    ) -> Handles:
-        """Sample a token of each row; rows after those of the sequences are padding."""
-        there = [s for s in sequences if s]
-        arguments: list[Any] = [np.asarray(rows, np.int32)]
-        variant = self._variant(there)
-        if any(s.grammar for s in there):
-            mask = np.full((len(rows), mask_words(self.config.vocab_size)), 0xFFFFFFFF, np.uint32)
-            for i, sequence in enumerate(sequences):
-                if sequence and sequence.grammar:
-                    mask[i] = sequence.grammar.mask
-            arguments, variant = [*arguments, mask], MASKED
-        tokens, logprobs, ids, tops, self.sampler = self._sample(
-            logits, self.sampler, *arguments, variant=variant
+        if given.drafts is None:
+            return self.sampler.sample(logits, sequences, given.logits_of, prompt)
+        handles, tail = self.sampler.sample_drafts(
+            logits, self.cache.tail, sequences, given.logits_of, given.drafts
         )
-        return Handles(sequences, tokens, logprobs, ids, tops, prompt)
+        self.cache = dataclasses.replace(self.cache, tail=tail)
+        return handles
 
     def sample_again(self, sequences: list[Sequence]) -> list[Handles]:
         """Sample the first token of other choices from the logits that end their parents' chunks in the last step."""
@@ -223,14 +196,8 @@ class Runner(RowCopies):
             logits, row_of = last
             if logits.shape[0] > 1:
                 logits = self._take(logits, np.int32(row_of[sequence.parent]))
-            out.append(self._sample_rows(logits, [sequence], [sequence.state.row]))
+            out.append(self.sampler.sample(logits, [sequence], [sequence.state.row]))
         return out
-
-    def _variant(self, sequences: list[Sequence]) -> Variant:
-        if any(s.sampling.logprobs is not None for s in sequences):
-            return VARIANTS[2]
-        greedy = all(self._greedy[s.state.row] for s in sequences if s.state is not None)
-        return GREEDY if greedy else FULL
 
     # RowOperations
 
@@ -252,42 +219,12 @@ class Runner(RowCopies):
     def release(self, row: int) -> None:
         self.cache = tables.release(self.plan, self.cache, np.int32(row))
 
-    def sampling_row(self, p: SamplingParams, *, seed: int = 0, **progress: int) -> RowParams:
-        """A request's parameters as the sampler takes them. Raises ValueError on more ids than it has room for."""
-        stops = {*p.stop_token_ids} if p.ignore_eos else {*p.stop_token_ids, *self.config.eos_token_ids}
-        return sampling.row_params(
-            seed=seed,
-            temperature=p.temperature,
-            top_k=p.top_k,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-            repetition_penalty=p.repetition_penalty,
-            min_tokens=p.min_tokens,
-            stop_ids=sorted(stops),
-            logit_bias=p.logit_bias,
-            **progress,
-        )
-
     def start(self, sequence: Sequence) -> None:
-        assert sequence.state is not None
-        p, row = sequence.sampling, np.int32(sequence.state.row)
-        params = self.sampling_row(
-            p, seed=sequence.seed, num_generated=sequence.generated, last_token=sequence.tokens[-1]
-        )
-        self.sampler = sampling.set_row(self.sampler, row, params)
-        self._greedy[row] = sampling.needed_variant(params) == GREEDY
-        # Whole, not chunk by chunk: part of it may never be prefilled here (a stored session, a preemption before).
-        if p.repetition_penalty != 1.0:
-            self._mark(sampling.mark_prompt, row, sequence.tokens[: sequence.prompt_length])
-        if sequence.generated and (p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty):
-            self._mark(sampling.mark_output, row, sequence.tokens[sequence.prompt_length :])
+        self.sampler.start(sequence)
 
-    def _mark(self, mark: Any, row: np.int32, tokens: list[int]) -> None:
-        size = self.buckets.largest_chunk
-        for part in itertools.batched(tokens, size):
-            self.sampler = mark(self.sampler, row, pad(np.asarray(part, np.int32), size), np.int32(len(part)))
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises ValueError on what the sampler has no room for."""
+        self.sampler.params(params)
 
     # Warm-up
 
@@ -299,14 +236,18 @@ class Runner(RowCopies):
         # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
         # On a CPU two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk.
         steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
-        yield from compile_all(programs, {self._step: steps, self._sample: threads_for(1 / 8)})
+        few = threads_for(1 / 8)
+        sampler = self.sampler
+        yield from compile_all(programs, {self._step: steps, sampler.run: few, sampler.run_drafts: few})
         for name, function, arguments, static in programs:
             yield name
             result = function(*arguments(), **static)
             if function is self._step:
                 _, self.cache, _ = result
+            elif function is sampler.run:
+                *_, sampler.state = result
             else:
-                *_, self.sampler = result
+                *_, sampler.state, _ = result
             jax.block_until_ready(result)
         if self.transfers:
             yield "host memory"
@@ -320,12 +261,7 @@ class Runner(RowCopies):
         for shape in b.shapes:
             arguments = partial(self._step_arguments, shape)
             yield Program(shape.name, self._step, arguments, {"all_logits": shape.scores})
-        for count in sorted({1, *b.batches, 1 + b.batches[-1]}):
-            for variant in VARIANTS:
-                arguments = partial(self._sample_arguments, count)
-                yield Program(f"sampling of {count}", self._sample, arguments, {"variant": variant})
-            arguments = partial(self._sample_arguments, count, masked=True)
-            yield Program(f"masked sampling of {count}", self._sample, arguments, {"variant": MASKED})
+        yield from self.sampler.programs(b)
 
     def _warm_tables(self) -> Any:
         self.set_budgets(0, self.plan.group_ppm)
@@ -337,13 +273,9 @@ class Runner(RowCopies):
         self.release(1 % self.num_rows)
         if self.transfers:
             self.cache = self.transfers.warm_up(self.cache)
-        size = self.buckets.largest_chunk
-        params = sampling.row_params(seed=0)
-        self.sampler = sampling.set_row(self.sampler, np.int32(0), params)
-        for mark in (sampling.mark_prompt, sampling.mark_output):
-            self.sampler = mark(self.sampler, np.int32(0), np.zeros(size, np.int32), np.int32(0))
-        first = self._take(self._sample_arguments(1 + self.buckets.batches[-1])[0], np.int32(0))
-        return self.cache.table, self.sampler.seen, first
+        self.sampler.warm_marks()
+        first = self._take(self.sampler.arguments(1 + self.buckets.batches[-1])[0], np.int32(0))
+        return self.cache.table, self.sampler.state.seen, first
 
     def _step_arguments(self, shape: Shape) -> tuple[Any, ...]:
         chunk: Chunk | Packed | None = None
@@ -354,21 +286,11 @@ class Runner(RowCopies):
                 rows = np.full(count, self.num_rows, np.int32)
                 chunk = Packed(rows, tokens, np.zeros(count, np.int32))
         slots = None if shape.slots is None else np.full(shape.slots, self.num_rows, np.int32)
-        return self.params, self.cache, self.sampler.ints, chunk, slots, tokens if shape.scores else None
-
-    def _sample_arguments(self, count: int, masked: bool = False) -> tuple[Any, ...]:
-        vocab = self.config.vocab_size
-        logits = jax.device_put(np.zeros((count, vocab), np.float32), self._everywhere)
-        masks = (np.zeros((count, mask_words(vocab)), np.uint32),) if masked else ()
-        return logits, self.sampler, np.full(count, self.num_rows, np.int32), *masks
+        following = tokens if shape.scores else None
+        drafts = Drafts.none(shape.slots or 0, shape.drafts) if shape.drafts else None
+        return self.params, self.cache, self.sampler.state.ints, chunk, slots, following, drafts
 
 
 def _like_step(params: Any, cache: Cache, *rest: Any, all_logits: bool = False) -> Any:
     """The tree structure of what `Runner._step_program` returns."""
     return 0, cache, (0, 0, 0) if all_logits else None
-
-
-def _like_sample(logits: Any, state: SamplerState, *rest: Any, variant: Variant) -> Any:
-    """The tree structure of what `sampling.sample` returns."""
-    scored = None if variant.num_logprobs is None else 0
-    return 0, scored, scored, scored, state

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from serve.chunks import Chunks
+from serve.drafting import Drafting
 from serve.host_store import HostedSession
 from serve.limits import Limits
 from serve.offload import Offload
@@ -40,6 +41,7 @@ class Scheduler:
         self._closing: list[Sequence] = []
         self._scored_last = False  # the last step was a chunk of a prompt whose log-probabilities are wanted
         self.counters = Counter[str]()
+        self.drafting = Drafting(limits, self.counters)
         self._reach_back = ReachBack(plan)
         # The same array for the same retention: rows with equal budgets are told by that. One that was forgotten is made
         # anew, and what is stored under it is not found.
@@ -82,14 +84,15 @@ class Scheduler:
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.
         chunks = self._chunks.next(self.running, len(decode), score=not (decode and self._scored_last))
         decode = [s for s in decode if s.state is not None]  # others may have preempted it since
-        work = Work(chunks, decode)
+        work = Work(chunks, decode, {} if chunks else self.drafting.of(decode))
         self._scored_last = work.scores_prompt
         if self._scored_last:
             decode.clear()
         for sequence in decode:
             assert sequence.state is not None
-            sequence.state.tail += 1
-            sequence.in_flight += 1
+            count = 1 + len(work.drafts.get(sequence, ()))
+            sequence.state.tail += count
+            sequence.in_flight += count
         return work if chunks or decode else None
 
     def _admit(self) -> None:

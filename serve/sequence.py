@@ -1,5 +1,6 @@
 """One choice of one request on its way through the engine, and what the host knows of its row."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from serve.grammar import GrammarState
 from serve.pages import Holding
+from serve.prompt_lookup import PromptLookup
 from serve.request import GenerationRequest, OutputCallback, PromptLogprob, SamplingParams
 
 
@@ -61,6 +63,7 @@ class Sequence:
     borders: dict[int, "Sequence | None"] = field(default_factory=dict)
     announced: bool = False  # the first output was sent
     grammar: GrammarState | None = None  # it has seen every token that was read
+    lookup: PromptLookup | None = None  # where its drafts come from, once it may have some
     _array: np.ndarray | None = None
     _prompt_array: np.ndarray | None = None
 
@@ -138,10 +141,11 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class Work:
-    """One engine step: one chunk, or several short ones; or none, and decode only."""
+    """One engine step: one chunk, or several short ones; or none, and decode only, with drafts or without."""
 
     chunks: list[ChunkWork]
     decode: list[Sequence]
+    drafts: Mapping[Sequence, np.ndarray] = field(default_factory=dict)  # i32[n] of those that have some
 
     @property
     def scores_prompt(self) -> bool:

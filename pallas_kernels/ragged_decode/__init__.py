@@ -7,8 +7,12 @@ from pallas_kernels.ragged_decode.reference import ragged_decode_reference
 from pallas_kernels.ragged_decode.tuning import DEFAULT, TUNING, Tuning, tuning_for
 from pallas_kernels.support import check_attention
 
+# Of a KV head: its query heads, or as many as these for each of several tokens of a request.
+MAX_QUERIES = 32
+
 __all__ = [
     "DEFAULT",
+    "MAX_QUERIES",
     "TUNING",
     "DecodePlan",
     "Tuning",
@@ -38,7 +42,8 @@ def ragged_decode(
     sliding window kept as a ring needs nothing special.
 
     Args:
-      q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D].
+      q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D]. They may be of several tokens
+        of a request, side by side, where all see the same entries.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
         (`pallas_kernels.byte_pages`), which have more rows than P.
       plan: of this layer: `plan_decode(...).layer(index)`.
@@ -76,4 +81,6 @@ def check_supported(
     device: jax.Device | None = None,
 ) -> None:
     """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel: q_shape (B, K, G, D)."""
-    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING)
+    check_attention(
+        q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=MAX_QUERIES
+    )

@@ -23,9 +23,11 @@ class Tuning:
         entries = self.packed_bytes // head_dim if packed else self.tile_bytes // (2 * head_dim)
         return max(entries, 64, page_size)
 
-    def unroll(self, pieces: int, elements: int) -> int:
-        """Partial results of `elements` read at a time, of some `pieces` of an item: as many as the registers hold."""
-        return self.long_merge_unroll if pieces >= 8 and elements <= 1024 else self.merge_unroll
+    def unroll(self, pieces: int, head_dim: int, queries: int) -> int:
+        """Partial results [head_dim, queries] read at a time, of some `pieces` of an item: as many as the registers hold."""
+        if pieces >= 8 and head_dim * queries <= 1024:
+            return self.long_merge_unroll
+        return max(1, self.merge_unroll * 8 // queries)
 
     def num_slots(self, tile: int) -> int:
         """Tiles of so many bytes in flight: more or fewer where they are not of `tile_bytes`."""

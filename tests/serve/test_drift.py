@@ -57,8 +57,8 @@ class Device(FakeRunner):
     def claim(self):
         pass
 
-    def sampling_row(self, sampling):
-        del sampling
+    def check_sampling(self, params):
+        del params
 
 
 @contextlib.contextmanager

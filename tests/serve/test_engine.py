@@ -195,10 +195,11 @@ def test_unknown_and_finished_ids_are_ignored(engine):
     assert engine.answer(tokens_of(5), max_tokens=2).tokens == asked.answers[0].tokens
 
 
-@pytest.mark.parametrize("failing", ["_step", "_sample"])
+@pytest.mark.parametrize("failing", ["step", "sampling"])
 def test_a_device_failure_ends_what_runs_and_nothing_else(engine, monkeypatch, caplog, failing):
-    runner, calls = engine.runner, []
-    whole = getattr(runner, failing)
+    calls = []
+    owner, name = (engine.runner, "_step") if failing == "step" else (engine.runner.sampler, "run")
+    whole = getattr(owner, name)
 
     def fail_once(*args, **kwargs):
         calls.append(1)
@@ -206,7 +207,7 @@ def test_a_device_failure_ends_what_runs_and_nothing_else(engine, monkeypatch, c
             raise RuntimeError("out of memory on the device")
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(runner, failing, fail_once)
+    monkeypatch.setattr(owner, name, fail_once)
     engine.answer(tokens_of(10), max_tokens=3)
     asked = [engine.ask(tokens_of(30, seed), max_tokens=100) for seed in range(RUNNING + 1)]
     for a in asked:

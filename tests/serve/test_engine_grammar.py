@@ -122,7 +122,7 @@ def test_every_step_decodes_all(engine, monkeypatch):
         [],
         regex("[a-z]{30}"),
     )  # compiled before: the other one would not wait for it
-    run, sample = engine.runner.run, engine.runner._sample_rows
+    run, sample = engine.runner.run, engine.runner.sampler.sample
 
     def watch(work, read_all):
         steps.append({s.request.request_id: s.in_flight for s in work.decode})
@@ -133,7 +133,7 @@ def test_every_step_decodes_all(engine, monkeypatch):
         return sample(logits, sequences, *rest)
 
     monkeypatch.setattr(engine.runner, "run", watch)
-    monkeypatch.setattr(engine.runner, "_sample_rows", watch_sampling)
+    monkeypatch.setattr(engine.runner.sampler, "sample", watch_sampling)
     free = engine.ask(tokens_of(10), max_tokens=45)
     free.wait_for_tokens(2)
     bound = engine.ask(tokens_of(12), max_tokens=20, grammar=letters)

@@ -72,6 +72,7 @@ class Case:
     retentions: tuple[float | None, ...] = (None,)  # that requests ask for
     host_bytes: int = 600_000  # of some three long rows
     fails: bool = False  # every 97th step
+    drafts: int = 0
 
     def is_exact(self, asked: Asked) -> bool:
         return self.kind != "ragged" or asked.request.retention == 1.0
@@ -82,6 +83,7 @@ CASES = {
     "failing steps": Case("ragged", (1.0, 0.3), fails=True),
     "no host memory": Case("ragged", (1.0, 0.1), host_bytes=0),
     "rings": Case("gemma2"),
+    "drafts": Case("ragged", (1.0, 1.0, None, 0.2), drafts=3),
 }
 
 
@@ -91,7 +93,12 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
     )  # a row has 128 at most, with its rings 144
     monkeypatch.setattr("serve.limits.ROOM", 4)  # so that a generation soon needs more of them
     with tiny_engine(
-        case.kind, pages=pages, max_stored=2, least_shared=24, host_bytes=case.host_bytes
+        case.kind,
+        pages=pages,
+        max_stored=2,
+        least_shared=24,
+        host_bytes=case.host_bytes,
+        drafts=case.drafts,
     ) as tiny:
         step, count = tiny.runner._step, itertools.count(1)
 
@@ -120,6 +127,7 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
         stats = tiny.engine.stats()
         assert stats.preemptions_total and stats.prefix_hit_tokens_total
         assert bool(stats.restored_tokens_total) == bool(case.host_bytes)
+        assert bool(stats.accepted_tokens_total) == bool(case.drafts)
 
 
 @pytest.mark.parametrize("name", CASES)

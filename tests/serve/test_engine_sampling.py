@@ -148,9 +148,9 @@ def test_logit_bias_changes_one_request_alone(engine):
 )
 def test_greedy_requests_are_spared_what_they_do_not_need(engine, sampling, variant, monkeypatch):
     seen = []
-    run = engine.runner._sample
+    run = engine.runner.sampler.run
     monkeypatch.setattr(
-        engine.runner, "_sample", lambda *x, variant: seen.append(variant) or run(*x, variant=variant)
+        engine.runner.sampler, "run", lambda *x, variant: seen.append(variant) or run(*x, variant=variant)
     )
     engine.answer(tokens_of(9), max_tokens=4, **sampling)
     assert set(seen) == {variant}

@@ -1,6 +1,7 @@
 """A real engine over a tiny model, and a dense reference for what it says. Programs are compiled once per process."""
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -55,12 +56,12 @@ PARAMS = params_of(CONFIG)
 
 
 @cache
-def tiny_runner(kind: str) -> Runner:
+def tiny_runner(kind: str, drafts: int = 0) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model,
     or up to all of it on demand.
 
     "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
-    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values.
+    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. `drafts`: of each sequence.
     """
     config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
@@ -75,7 +76,7 @@ def tiny_runner(kind: str) -> Runner:
         config,
         plan,
         tj.get_scorer(ServeConfig().scorer),
-        BUCKETS,
+        dataclasses.replace(BUCKETS, drafts=drafts, draft_slots=(RUNNING,)) if drafts else BUCKETS,
         num_pages=PAGES,
         num_rows=RUNNING + STORED,
         max_model_len=LENGTH,
@@ -232,9 +233,10 @@ def tiny_engine(
     host_bytes: int = 0,
     least_shared: int = 128,
     drift: DriftMonitor | None = None,
+    drafts: int = 0,
 ) -> Iterator[TinyEngine]:
-    """An engine over `tiny_runner(kind)`, which serves one engine at a time; stopped at the end."""
-    runner = tiny_runner(kind)
+    """An engine over `tiny_runner(kind, drafts)`, which serves one engine at a time; stopped at the end."""
+    runner = tiny_runner(kind, drafts)
     limits = Limits(
         max_running=RUNNING,
         max_stored=max_stored,
@@ -247,6 +249,9 @@ def tiny_engine(
         packed_places=BUCKETS.places,
         host_bytes=host_bytes,
         least_shared=least_shared,
+        drafts=drafts,
+        drafting=RUNNING,
+        lookup=(1, 3),  # random tokens are rarely the same twice in a row
     )
     engine = (
         WatchedEngine(runner, limits, drift, num_pages=pages)

@@ -1,0 +1,49 @@
+"""What followed the last tokens of a sequence where they came before."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+LONGEST_PAUSE = 64  # tokens without drafts for a sequence whose drafts are wrong again and again
+
+
+class PromptLookup:
+    """The tokens of one sequence, to be found again."""
+
+    def __init__(self, least: int, most: int) -> None:
+        """Tokens in a row that must be, and that may be, the same as before."""
+        self._least, self._most = least, most
+        self._tokens, self._count = np.empty(1024, np.int32), 0
+        self._pause, self._resumes = 1, 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """All tokens of the sequence: those after the ones that are known are new."""
+        more = len(tokens)
+        if more > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * more)
+        self._tokens[self._count : more] = tokens[self._count :]
+        self._count = more
+
+    def following(self, count: int) -> np.ndarray:
+        """i32[at most `count`]: what came after the latest longest match of the last tokens; nothing during a pause."""
+        known = self._tokens[: self._count]
+        if count < 1 or self._count < max(self._resumes, 2):
+            return known[:0]
+        ends, matched = np.flatnonzero(known[:-1] == known[-1]), 1
+        while matched < self._most and len(ends):
+            longer = ends[ends >= matched]
+            longer = longer[known[longer - matched] == known[-1 - matched]]
+            if not len(longer):
+                break
+            ends, matched = longer, matched + 1
+        if matched < self._least or not len(ends):
+            return known[:0]
+        # Where a text repeats itself the latest match has next to nothing after it.
+        whole = ends[ends + count < self._count]
+        end = int(whole[-1] if len(whole) else ends[0])
+        return known[end + 1 : end + 1 + count]
+
+    def note(self, right: int) -> None:
+        """So many of the last drafts were right: after none come pauses, each twice as long as the one before."""
+        self._pause = 1 if right else min(2 * self._pause, LONGEST_PAUSE)
+        self._resumes = 0 if right else self._count + self._pause

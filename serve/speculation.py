@@ -1,0 +1,43 @@
+"""What `--speculative-config` can say: vLLM's names where it has them."""
+
+import argparse
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from models.overrides import parse_overrides
+
+
+class Speculation(BaseModel):
+    """Speculative decoding by prompt lookup: what followed the last tokens where they came before is drafted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(3, ge=1, le=31)  # drafted for a sequence at a time
+    prompt_lookup_min: int = Field(2, ge=1, le=64)  # tokens in a row that must be the same as before
+    prompt_lookup_max: int = Field(4, ge=1, le=64)
+    disable_by_batch_size: int = Field(16, ge=1, le=65536)  # nothing is drafted while more sequences run
+
+    @model_validator(mode="after")
+    def _check(self) -> "Speculation":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        return self
+
+
+def parse_speculation(text: str) -> Speculation:
+    """A JSON object, for the command line."""
+    fields = parse_overrides(text)
+    if fields.get("method", "ngram") != "ngram":
+        raise argparse.ArgumentTypeError(
+            f"method '{fields['method']}' is not known: write ngram, which needs no other model"
+        )
+    try:
+        return Speculation.model_validate(fields)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors()]
+        known = ", ".join(Speculation.model_fields)
+        raise argparse.ArgumentTypeError(f"{'; '.join(faults)}; known are {known}") from error
