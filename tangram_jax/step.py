@@ -54,11 +54,15 @@ def step(
     chunks = [_placed(part, cache) for part in chunks]
     if decode:
         decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens))
-    empty = 0 if chunks or decode is None else max(_least_tokens(config) - decode.rows.shape[0], 0)
+    beside = sum(part.tokens.shape[0] for part in chunks)
+    empty = _empty_slots(config, beside, decode.rows.shape[0]) if decode else 0
     if empty and decode:
         rows = jnp.pad(decode.rows, (0, empty), constant_values=cache.num_rows)
         decode = Decode(rows, jnp.pad(decode.tokens, (0, empty)))
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
+    wanted = len(logits_at) - empty
+    if chunks:  # else the head might have one token alone, of which see `_empty_slots`
+        logits_at = logits_at[:wanted]
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
@@ -90,7 +94,7 @@ def step(
         cache = part.write(cache, what)
     if of_decode:
         cache = of_decode.append(cache, new)
-    return logits[: len(logits) - empty], cache
+    return logits[:wanted], cache
 
 
 def prefill_chunk(
@@ -134,15 +138,17 @@ def decode_step(
 _NO_SCORER: Any = None
 
 
-def _least_tokens(config: ModelConfig) -> int:
-    """Fewer on a GPU get empty slots beside them, which attention leaves out.
+def _empty_slots(config: ModelConfig, beside: int, decode: int) -> int:
+    """How many come beside `decode` tokens and as many of chunks on a GPU; attention leaves them out.
 
     XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
     their own.
     """
     if jax.default_backend() != "gpu":
-        return 1
-    return fp8_products.LEAST_TOKENS if config.weights_fp8 else 2
+        return 0
+    if config.weights_fp8:
+        return -(beside + decode) % fp8_products.LEAST_TOKENS
+    return int(beside + decode == 1)
 
 
 def _or_none(rows: Any, cache: Cache) -> jax.Array:
