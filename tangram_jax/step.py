@@ -54,14 +54,17 @@ def step(
         )
     chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
     chunks = [_placed(part, cache) for part in chunks]
-    empty = 0
+    empty = 0  # tokens of empty slots
     if decode:
         decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens), decode.counts)
-        if not chunks:
-            missing = max(_least_tokens(config) - decode.tokens.size, 0)
-            empty = -(-missing * decode.rows.shape[0] // decode.tokens.size)
-            decode = _with_empty(decode, empty, cache)
+        beside, slots = sum(part.tokens.shape[0] for part in chunks), decode.rows.shape[0]
+        each = decode.tokens.size // slots
+        more = -(-_missing_tokens(config, beside + decode.tokens.size) // each)
+        decode, empty = _with_empty(decode, more, cache), more * each
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
+    wanted = len(logits_at) - empty
+    if chunks:  # else the head might have one token alone, of which see `_missing_tokens`
+        logits_at = logits_at[:wanted]
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
@@ -97,8 +100,7 @@ def step(
         cache = part.write(cache, what)
     if of_decode:
         cache = of_decode.append(cache, new)
-    each = decode.tokens.size // decode.rows.shape[0] if decode else 1
-    return logits[: len(logits) - empty * each], cache
+    return logits[:wanted], cache
 
 
 def prefill_chunk(
@@ -142,15 +144,17 @@ def decode_step(
 _NO_SCORER: Any = None
 
 
-def _least_tokens(config: ModelConfig) -> int:
-    """Fewer on a GPU get empty slots beside them, which attention leaves out.
+def _missing_tokens(config: ModelConfig, tokens: int) -> int:
+    """How many a step of `tokens` lacks on a GPU: empty slots take their place, which attention leaves out.
 
     XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
     their own.
     """
     if jax.default_backend() != "gpu":
-        return 1
-    return fp8_products.LEAST_TOKENS if config.weights_fp8 else 2
+        return 0
+    if config.weights_fp8:
+        return -tokens % fp8_products.LEAST_TOKENS
+    return int(tokens == 1)
 
 
 def _or_none(rows: Any, cache: Cache) -> jax.Array:

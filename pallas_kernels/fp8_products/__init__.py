@@ -70,8 +70,8 @@ def fp8_products(
     from pallas_kernels.fp8_products.mosaic_gpu import fp8_products_mosaic_gpu
 
     narrow = isinstance(x, Fp8Tokens)
-    values = x.codes if isinstance(x, Fp8Tokens) else x
+    tokens, dtype = (x.count, jnp.bfloat16) if isinstance(x, Fp8Tokens) else (len(x), x.dtype)
     if interpret is None:
-        check_supported(jnp.bfloat16 if narrow else values.dtype)
-    tuning = tuning or tuning_for(len(values), *weights.codes.shape[:2], narrow=narrow)
+        check_supported(dtype)
+    tuning = tuning or tuning_for(tokens, *weights.codes.shape[:2], narrow=narrow)
     return fp8_products_mosaic_gpu(x, weights, tuning=tuning, interpret=interpret)

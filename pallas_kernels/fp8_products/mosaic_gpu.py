@@ -5,6 +5,9 @@ instructions, and the tokens of a block as the right one; so a block may have as
 unpacked goes through shared memory. Tokens in FP8 meet the codes themselves. One more warpgroup loads. A unit of work is a
 block's tokens times the columns of a CTA's warpgroups, over the whole depth or a part of it; the sums of parts are added up
 by XLA, with what follows.
+
+The last block may have fewer tokens: copies fill what lies beyond an array with zeros, and write nothing there. Only tokens
+that are no multiple of eight, the rows of a tile in shared memory, are padded.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fp8_products import device_ops
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
 from pallas_kernels.fp8_products.tokens import Fp8Tokens
-from pallas_kernels.fp8_products.tuning import Tuning
+from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, Tuning
 from pallas_kernels.left_operand import store_transposed
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -82,19 +85,25 @@ def fp8_products_mosaic_gpu(
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.fp8_products.fp8_products`; [T, columns] in `dtype`, which tokens that are not in FP8 have too."""
-    values = x.codes if isinstance(x, Fp8Tokens) else x
-    tokens, depth = values.shape
+    values, tokens = (x.codes, x.count) if isinstance(x, Fp8Tokens) else (x, len(x))
+    depth = values.shape[1]
     if depth != weights.depth:
         raise ValueError(f"tokens of {depth} numbers for weights of a depth of {weights.depth}")
-    more = -tokens % tuning.rows
-    values = jnp.pad(values, ((0, more), (0, 0)))
-    of_tokens = (jnp.pad(x.scales, (0, more)),) if isinstance(x, Fp8Tokens) else ()
+    values = _padded(values, LEAST_TOKENS)
+    # The scales come by plain loads, which know no bounds: whole blocks of them.
+    of_tokens = (_padded(x.scales, tuning.rows),) if isinstance(x, Fp8Tokens) else ()
     out = _call(
         values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, interpret=interpret
     )
     if out.ndim == 3:
-        out = out.sum(0) * (of_tokens[0][:, None] if of_tokens else 1)
+        out = out.sum(0) * (of_tokens[0][: len(values), None] if of_tokens else 1)
     return out[:tokens].astype(dtype)
+
+
+def _padded(x: jax.Array, rows: int) -> jax.Array:
+    """To a multiple of so many rows, unless it is one."""
+    more = -len(x) % rows
+    return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1))) if more else x
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "tuning", "interpret"))
@@ -114,7 +123,7 @@ def _call(
     across, deep = codes.shape[:2]
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
     cfg = _Config(
-        blocks=x.shape[0] // tuning.rows, rows=tuning.rows, columns=across // wgs, warpgroups=wgs, splits=splits,
+        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, columns=across // wgs, warpgroups=wgs, splits=splits,
         steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
         narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip

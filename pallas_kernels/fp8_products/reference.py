@@ -10,6 +10,7 @@ from pallas_kernels.fp8_products.tokens import Fp8Tokens, in_depth
 def fp8_products_reference(x: jax.Array | Fp8Tokens, weights: Fp8Weights) -> jax.Array:
     """See `fp8_products`; x may have any float dtype, and the result of tokens in FP8 is float32."""
     if isinstance(x, Fp8Tokens):
+        x = x.cut()
         sums = fp8_products_reference(in_depth(x.codes).astype(jnp.float32), weights)
         return sums * x.scales[:, None]
     codes = unpack(weights.codes).astype(x.dtype)

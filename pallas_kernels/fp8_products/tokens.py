@@ -4,7 +4,7 @@ The tensor cores multiply codes twice as fast as bfloat16s. They take the depth 
 weights have it.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,25 @@ RUN = 16  # of the depth, within which the order differs
 LEAST = 1e-30  # of a token's largest number: its inverse is finite
 
 
-class Fp8Tokens(NamedTuple):
-    """Tokens [T, depth]."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Tokens:
+    """Tokens [T, depth]; rows beyond the T are of none, so that kernels find whole blocks without a copy."""
 
-    codes: jax.Array  # f8e4m3fn[T, depth], see `in_words`
-    scales: jax.Array  # f32[T]: times the codes give the tokens
+    codes: jax.Array  # f8e4m3fn[T or more, depth], see `in_words`
+    scales: jax.Array  # f32[T or more]: times the codes give the tokens
+    count: int = dataclasses.field(metadata={"static": True})  # T
+
+    def cut(self) -> "Fp8Tokens":
+        """Without rows of no token."""
+        return Fp8Tokens(self.codes[: self.count], self.scales[: self.count], self.count)
 
 
 def quantise_tokens_reference(x: jax.Array) -> Fp8Tokens:
     """See `fp8_products.quantise_tokens`; x may have any float dtype."""
     x = x.astype(jnp.float32)
     scales = scales_of(x)
-    return Fp8Tokens(codes_of(x, scales), scales)
+    return Fp8Tokens(codes_of(x, scales), scales, len(x))
 
 
 def scales_of(x: jax.Array) -> jax.Array:

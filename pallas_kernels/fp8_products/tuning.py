@@ -7,7 +7,8 @@ import jax
 from pallas_kernels.fp8_products.packing import BYTES, TILE
 from pallas_kernels.support import num_sms, record_for
 
-LEAST_TOKENS = 8  # of a block; fewer are padded
+LEAST_TOKENS = 8  # of a block; tokens that are no multiple are padded
+MOST_TOKENS = 256  # of a block
 SHARED = 228 * 1024  # bytes of an SM's shared memory
 OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
 MOST_SPLIT = 512  # tokens times splits: the sums of parts go through memory in float32

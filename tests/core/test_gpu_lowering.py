@@ -118,6 +118,17 @@ def test_products_of_many_tokens_in_fp8_lower(hopper, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("tokens", "dynamic"), [(24, False), (312, False), (312, True), (300, True)])
+def test_products_with_fp8_weights_pad_nothing(hopper, tokens, dynamic):
+    """XLA would in kernels of its own. Only bfloat16 tokens that are no multiple of eight need it."""
+    params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
+    config, weights = config.replace(activations_fp8=dynamic), params["layers"][0]["gate_up"]
+    x = jnp.ones((tokens, CONFIG.hidden_size), jnp.bfloat16)
+    text = lowered(lambda x, w: product(x, w, (w.columns,), config), x, weights)
+    assert "stablehlo.pad" not in text
+    assert ("stablehlo.slice" in text) == (tokens % 8 > 0)  # which XLA fuses with what reads it
+
+
 def trace_step(config, dtype=jnp.bfloat16) -> None:
     """A chunk and tokens of a model with windows, in bfloat16, over a cache of `dtype`."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)

@@ -259,7 +259,7 @@ def test_any_number_of_no_row_is_an_empty_slot():
 
 @pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), (3, 8), (4, 4)])
 def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, monkeypatch):
-    """As on a GPU: see `_least_tokens`."""
+    """As on a GPU: see `_missing_tokens`."""
     plan = plan_of("ragged", 2, 8, min_entries=12)
     cache = new_cache(plan)
     for row in range(tokens - 1):
@@ -271,7 +271,7 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
         "tokens": random_tokens(tokens),
     }  # the last row has no page
     want, cache = decode_step(PARAMS, CONFIG, plan, cache, **given)
-    monkeypatch.setattr(sys.modules["tangram_jax.step"], "_least_tokens", lambda _: least)
+    monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_tokens", lambda *_: least - tokens)
     anew = functools.partial(tj.decode_step)  # a jit of the function itself finds its old trace
     traced = jax.jit(anew, static_argnums=(1, 2), donate_argnames="cache")
     got, apart = traced(PARAMS, CONFIG, plan, apart, **given)
@@ -279,6 +279,36 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
     np.testing.assert_allclose(got[: tokens - 1], want[: tokens - 1], atol=1e-4)
     for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(cache), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "tokens", "missing"),
+    [(False, 1, 1), (False, 3, 0), (False, 65, 0), (True, 1, 7), (True, 16, 0), (True, 512 + 29, 3)],
+)
+def test_empty_slots_on_a_gpu(fp8, tokens, missing, monkeypatch):
+    step = sys.modules["tangram_jax.step"]
+    config = CONFIG.replace(weights_fp8=fp8)
+    assert step._missing_tokens(config, tokens) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert step._missing_tokens(config, tokens) == missing
+
+
+def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
+    plan = plan_of("ragged", 2, 8, min_entries=12)
+    caches = [tj.reserve(plan, new_cache(plan), np.int32(row), np.int32(20), np.int32(4)) for row in (0, 0)]
+    chunk = tj.Chunk(np.int32(1), random_tokens(SLOTS), np.int32(SLOTS - 3))
+    decode = tj.Decode(np.array([0, 2], np.int32), np.array([20, 30], np.int32))
+    outs = []
+    for cache, empty in zip(caches, (0, 3), strict=True):
+        monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_tokens", lambda *_, empty=empty: empty)
+        _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(0))
+        cache = tj.reserve(plan, cache, np.int32(1), np.int32(SLOTS), np.int32(4))
+        run = functools.partial(tj.step)  # traced anew
+        traced = jax.jit(run, static_argnums=(1, 2, 3))
+        outs.append(traced(PARAMS, CONFIG, plan, SNAPKV, cache, chunk, decode))
+    assert outs[0][0].shape == outs[1][0].shape == (3, CONFIG.vocab_size)
+    for got, want in zip(jax.tree.leaves(outs[1]), jax.tree.leaves(outs[0]), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_the_pool_is_never_copied():

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from pallas_kernels.fp8_products import Fp8Tokens
+
 
 def odd_tokens(count: int, depth: int) -> np.ndarray:
     """f32[count, depth]: of zeros, large, tiny, far apart, with a NaN, with an infinite number, then plain; 6 at least."""
@@ -14,3 +16,7 @@ def odd_tokens(count: int, depth: int) -> np.ndarray:
     x[4, 5] = np.nan
     x[5, 7] = np.inf
     return x
+
+
+def codes_in_bytes(x: Fp8Tokens) -> np.ndarray:
+    return np.asarray(x.codes).view(np.uint8)

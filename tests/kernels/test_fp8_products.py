@@ -3,6 +3,7 @@
 import itertools
 from unittest import mock
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_
 from pallas_kernels.fp8_products.tokens import in_depth, in_words
 from pallas_kernels.fp8_products.tuning import NARROW, TUNING
 from tests.kernels.expert_cases import relative_error
-from tests.kernels.fp8_cases import odd_tokens
+from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
 
 RNG = np.random.default_rng(0)
 
@@ -69,8 +70,18 @@ def test_random_weights_have_the_deviation():
         (16, 192, 256, {"rows": 16, "splits": 2}),
         (40, 256, 128, {"rows": 32, "warpgroups": 2}),
         (9, 192, 384, {"rows": 8, "warpgroups": 3, "splits": 3, "per_sm": 2}),
+        (24, 64, 128, {"rows": 64}),
+        (24, 128, 256, {"rows": 16, "splits": 2}),
     ],
-    ids=["few tokens", "two blocks", "split", "warpgroups", "split, warpgroups"],
+    ids=[
+        "few tokens",
+        "two blocks",
+        "split",
+        "warpgroups",
+        "split, warpgroups",
+        "part of a block",
+        "split, part of a block",
+    ],
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
     x = RNG.standard_normal((tokens, depth)).astype(np.float32)
@@ -106,13 +117,46 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_tokens_in_fp8_in_the_interpreter():
-    x = jnp.asarray(odd_tokens(10, 144), jnp.bfloat16)
+@pytest.mark.parametrize("tokens", [10, 256])
+def test_tokens_in_fp8_in_the_interpreter(tokens):
+    """Rows beyond them are the last one again: finite, and as many as the products' kernel wants."""
+    x = jnp.asarray(odd_tokens(tokens, 144), jnp.bfloat16)
     want = fp8.quantise_tokens_reference(x)
     got = fp8.quantise_tokens(x, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    np.testing.assert_array_equal(got.scales, want.scales)
-    np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
+    assert got.codes.shape == (-(-tokens // 8) * 8, 144) and got.scales.shape == (256,)
+    same = np.ones(tokens, bool)
+    same[4] = tokens < 256  # XLA on a CPU may overlook a NaN
+    for found, wanted in (got.scales, want.scales), (codes_in_bytes(got), codes_in_bytes(want)):
+        np.testing.assert_array_equal(found[:tokens][same], wanted[same])
+        np.testing.assert_array_equal(found[tokens:], np.broadcast_to(wanted[-1], found[tokens:].shape))
     assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(13, {"rows": 8}), (40, {"rows": 16}), (19, {"rows": 8, "splits": 2})],
+    ids=["odd", "part of a block", "split"],
+)
+def test_products_of_what_was_quantised_in_the_interpreter(tokens, options):
+    """With no copy between the two kernels, whatever the number of tokens; NaN and infinity stay in their rows."""
+    x = jnp.asarray(odd_tokens(tokens, 128), jnp.bfloat16)
+    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((128, 64)), jnp.float32))
+    tuning = fp8.Tuning(num_ctas=2, **options)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+
+    def run(x, weights):
+        x = fp8.quantise_tokens(x, interpret=interpret)
+        return fp8_products_mosaic_gpu(x, weights, tuning=tuning, dtype=jnp.bfloat16, interpret=interpret)
+
+    out = np.asarray(run(x, weights), np.float32)
+    assert not gpu_callbacks.get_races().races_found
+    expected = np.asarray(fp8.fp8_products_reference(fp8.quantise_tokens_reference(x), weights))
+    assert out.shape == expected.shape == (tokens, 64)
+    finite = np.delete(np.arange(tokens), [4, 5])
+    assert np.isfinite(out[finite]).all() and not np.isfinite(out[[4, 5]]).all(axis=1).any()
+    for row in finite[1:]:  # from 1e-20 to 1e20
+        assert relative_error(out[row], expected[row]) < 2.0**-8
+    assert " pad[" not in str(jax.make_jaxpr(run)(x, weights))
 
 
 def test_tokens_in_fp8_are_near():

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import fp8_products as fp8
 from tests.kernels.expert_cases import relative_error
-from tests.kernels.fp8_cases import odd_tokens
+from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def test_products(tokens, depth, columns):
     np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 640, 2048, 3000])
+@pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 541, 640, 2048, 2080, 3000])
 @pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
 def test_products_of_tokens_in_fp8(tokens, depth, columns):
     """576 is an odd number of tiles: one at a time."""
@@ -48,13 +48,38 @@ def test_tokens_in_fp8(tokens, depth):
     x = jnp.asarray(odd_tokens(tokens, depth), jnp.bfloat16)
     want = jax.jit(fp8.quantise_tokens_reference)(x)
     got = jax.jit(fp8.quantise_tokens)(x)
+    assert got.codes.shape == (-(-tokens // 8) * 8, depth) and got.scales.shape == (-(-tokens // 256) * 256,)
+    for rows in (codes_in_bytes(got), got.scales):
+        np.testing.assert_array_equal(rows[tokens:], np.broadcast_to(rows[tokens - 1], rows[tokens:].shape))
+    got = got.cut()
     finite = np.delete(np.arange(tokens), [4, 5])
     np.testing.assert_array_equal(got.scales[finite], want.scales[finite])
-    codes = [np.asarray(y.codes).view(np.uint8) for y in (got, want)]
+    codes = [codes_in_bytes(x) for x in (got, want)]
     off = np.abs(codes[0][finite].astype(int) - codes[1][finite].astype(int))
     assert off.max() <= 1 and (off > 0).mean() < 1e-3
     for odd in (4, 5):
         assert (codes[0][odd] & 0x7F == 0x7F).any() or not np.isfinite(got.scales[odd])
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize(
+    "options",
+    [{"rows": 64}, {"rows": 128, "warpgroups": 2}, {"rows": 256, "warpgroups": 2, "deep": 2}, {"rows": 32, "splits": 4}],
+    ids=["64", "128", "256", "split"],
+)  # fmt: skip
+@pytest.mark.parametrize("tokens", [8, 24, 104, 296, 300, 2080])
+def test_part_of_a_block(tokens, options, narrow):
+    """The same results as in whole blocks, bit by bit."""
+    rng = np.random.default_rng(0)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, 768), np.float32)))
+    x = jnp.asarray(rng.standard_normal((-(-tokens // 256) * 256, 1024), np.float32), jnp.bfloat16)
+    tuning = fp8.Tuning(**{"deep": 1, **options})
+
+    @jax.jit
+    def run(x):
+        return fp8.fp8_products(fp8.quantise_tokens(x) if narrow else x, weights, tuning=tuning)
+
+    np.testing.assert_array_equal(run(x[:tokens]), run(x)[:tokens])
 
 
 def test_every_code():
