@@ -39,6 +39,7 @@ def host_plan(
     first = np.clip(np.searchsorted(begin, start, side="right") - 1, 0, count - 1)
     last = np.clip(np.searchsorted(begin, end - 1, side="right") - 1, first, count - 1)
     last_begin, stop = begin[last], begin[last + 1]
+    hand_to = np.searchsorted(borders, stop - 1, side="right") - 1
     shares = np.zeros((num_shares, P.SHARE_COLUMNS), np.int32)
     for at, values in (
         (P.START, start),
@@ -51,8 +52,9 @@ def host_plan(
         (P.OFFSET, offset[last]),
         (P.COLUMN, column[last]),
         (P.NUMBER, last),
-        (P.HAND_TO, np.searchsorted(borders, stop - 1, side="right") - 1),
+        (P.HAND_TO, hand_to),
         (P.FIRST_SHARE, np.searchsorted(borders, begin[first], side="right") - 1),
+        (P.TAIL_LATE, P.late(start[hand_to], end[hand_to], stop, unit)),
     ):
         shares[:, at] = values
     page = (np.maximum(start, last_begin) - last_begin) * (unit // page_size)

@@ -2,8 +2,8 @@
 
 The entries of all (request, KV head) items of one layer form one line, ordered by request, then head, and counted in units
 of `unit` entries. A share is an interval of that line; share `w` is the work of CTA `w`, whatever items it crosses. An item
-that a border cuts is put together again by the CTA that holds its end. So every way of dividing the work is a choice of
-borders, and one kernel serves them all:
+that a border cuts is put together again by the CTA that holds its end, or by several that hold nothing else. So every way
+of dividing the work is a choice of borders, and one kernel serves them all:
 
 * equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests;
 * splits of every item, a constant number (FlashDecoding) or the split map of the paper (Algorithm 1);
@@ -14,6 +14,7 @@ borders, and one kernel serves them all:
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ HAND_TO, FIRST_SHARE = range(
 )  # the share where the last item ends, the share where the first item begins
 EMPTY = 12  # number of items that hold nothing
 SKIP = 13  # of the last item
+TAIL_LATE = 14  # 1 if the share where the last item ends is `late`
 FIRST_PAGES, MAX_FIRST_PAGES = 16, 16
 SHARE_COLUMNS = FIRST_PAGES + MAX_FIRST_PAGES
 # Columns of `DecodePlan.items`. The first six speak of the items that hold entries, packed to the front; ITEM_EMPTY lists
@@ -41,6 +43,8 @@ HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN, HEAD_SKIP = range(4)  # columns of `Decod
 SYNC_STRIDE = 8  # one counter per 32 bytes
 # Entries of an equal share at least: with fewer an item has more pieces than it pays to put together.
 LEAST_SHARE = 128
+# A share of so few entries takes longer where it has several items; with more the memory sets the pace.
+LATE_SHARE = 256
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +136,7 @@ def plan_decode(
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
     assert borders is not None
     items = _pack_items(units, empty, length, offset, columns, skips)
-    shares = _describe_shares(borders, items, num_empty=empty.sum(axis=1, dtype=jnp.int32))
+    shares = _describe_shares(borders, items, empty.sum(axis=1, dtype=jnp.int32), unit)
     shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
     # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
     zero = jnp.minimum(length[:, :1, None], 0)
@@ -181,7 +185,7 @@ def _pack_items(
     return packed.at[layer, place, ITEM_EMPTY].set(number, mode="drop")
 
 
-def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array) -> jax.Array:
+def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array, unit: int) -> jax.Array:
     """i32[L, W, FIRST_PAGES] from i32[L, W + 1] borders."""
 
     def find(
@@ -201,6 +205,11 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
     first = jnp.clip(find(begin, start), 0, most)
     last = jnp.clip(find(begin, end - 1), first, most)
     stop = of_item(ITEM_BEGIN, last + 1)
+    hand_to = find(borders, stop - 1)
+
+    def of_tail(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, hand_to, axis=1)
+
     values = {
         START: start,
         END: end,
@@ -212,13 +221,19 @@ def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array)
         OFFSET: of_item(ITEM_OFFSET, last),
         COLUMN: of_item(ITEM_COLUMN, last),
         NUMBER: of_item(ITEM_NUMBER, last),
-        HAND_TO: find(borders, stop - 1),
+        HAND_TO: hand_to,
         FIRST_SHARE: find(borders, of_item(ITEM_BEGIN, first)),
         EMPTY: jnp.broadcast_to(num_empty[:, None], start.shape),
         SKIP: of_item(ITEM_SKIP, last),
+        TAIL_LATE: late(of_tail(start), of_tail(end), stop, unit),
     }
     zero = jnp.zeros_like(start)
     return jnp.stack([values.get(column, zero) for column in range(FIRST_PAGES)], axis=-1).astype(jnp.int32)
+
+
+def late(start: Any, end: Any, stop: Any, unit: int) -> Any:
+    """Whether a share, which begins in an item that ends at `stop`, comes to that end later than others have theirs."""
+    return (end > stop) & ((end - start) * unit <= LATE_SHARE)
 
 
 def least_share(unit: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import ragged_decode as rd
+from pallas_kernels.ragged_decode import mosaic_gpu
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.ragged_cases import Case, make_case, relative_error
@@ -114,7 +115,11 @@ def test_every_plan_covers_every_unit_once(how):
             assert w == held[0][0] + n  # no empty share between an item's pieces
             at = hi
             if n < len(held) - 1:
+                last = row[held[-1][0]]
                 assert row[w, P.HAND_TO] == held[-1][0]
+                with_others = last[P.END] > last[P.START] + held[-1][2] - held[-1][1]
+                few = (last[P.END] - last[P.START]) * plan.unit <= P.LATE_SHARE
+                assert row[w, P.TAIL_LATE] == (with_others and few)
         if len(held) > 1:
             assert row[held[-1][0], P.FIRST_SHARE] == held[0][0]
         assert at == units
@@ -276,6 +281,18 @@ def test_unsupported_features_are_named():
     ]:
         with pytest.raises(NotImplementedError, match=words):
             rd.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(("num_shares", "slices"), [(9, 0), (132, 8), (133, 0)])
+def test_ctas_wait_for_later_ones_where_all_are_on_the_device(monkeypatch, num_shares, slices):
+    """There are 132 multiprocessors; with 9 shares no item can have many pieces."""
+    configs = []
+    monkeypatch.setattr(mosaic_gpu, "kernel_body", lambda config, *_: configs.append(config))
+    case = make_case([[3000, 129]])
+    plan = plan_of(case, num_shares=num_shares)
+    ragged_decode = jax.jit(lambda q, pool: ragged_decode_mosaic_gpu(q, pool, plan, scale=0.777))
+    ragged_decode.trace(case.q, case.pool)
+    assert [config.slices for config in configs] == [slices]
 
 
 def test_layers_share_one_kernel_text():

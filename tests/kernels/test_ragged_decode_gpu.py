@@ -78,6 +78,20 @@ def test_divisions(how):
     check(make_case(SKEWED), **how)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_pieces(head_dim, group, packed):
+    """Put together by several CTAs: the last one late, one among others, or alone with its piece."""
+    lengths = [[9000, 2500, 40, 3000]]
+    case = make_case(
+        lengths, head_dim=head_dim, group=group, page_size=64, sinks=True, new=True, packed=packed
+    )
+    check(case)
+    check(case, num_shares=40)
+    check(case, splits=33)
+
+
 def test_borders_of_the_caller():
     """Of units of 32 entries: heads hold 32, 12, 12, 0 of the first request, 3, 63, 63, 5, none, and 1, 2, 2, 157."""
     borders = jnp.asarray([[0, 1, 32, 32, 58, 130, 190, 195, 200, 340, 351, 352]])
