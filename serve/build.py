@@ -259,6 +259,8 @@ def build_engine(
     )
     if config.host_bytes:
         summary += f" and more in {config.kv_offloading_size:g} GiB of host memory"
+    if limits.drafts:
+        summary += f"; {limits.drafts} tokens drafted for each of at most {limits.drafting} requests"
     return Built(engine, model, plan, summary, defaults)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -10,6 +11,9 @@ from pallas_kernels.ragged_decode.byte_ops import Paged
 from pallas_kernels.ragged_decode.tuning import Tuning
 
 i32, f32 = jnp.int32, jnp.float32
+WGMMA = plgpu.Layout.WGMMA
+BY_QUERY = WGMMA.reduce(0)  # one value per column of [*, Gp]
+BY_ROW = WGMMA.reduce(1)
 LOAD_REGISTERS = 56  # of a thread of the loading warpgroup, where several compute
 
 
@@ -28,6 +32,8 @@ class Config:
     scale_rows: int  # of a page's column, before its entries
     num_shares: int
     merge_unroll: int
+    slices: int  # of the output of an item of many pieces: a CTA puts each together; 0: one CTA does all
+    many: int  # so many pieces are many
     scale: float
     soft_cap: float | None
     has_sinks: bool
@@ -36,6 +42,16 @@ class Config:
     fused: bool
     interpreted: bool
     tuning: Tuning
+
+    @property
+    def slice_rows(self) -> int:
+        return self.head_dim // self.slices
+
+    @property
+    def slice_unroll(self) -> int:
+        """Pieces of which a slice is read at a time: as many as the registers hold."""
+        each = self.slice_rows * self.queries // 128 + 1
+        return min(self.tuning.slice_registers // self.turns // each, self.num_shares)
 
     @property
     def pages(self) -> int:
@@ -80,6 +96,11 @@ class Config:
         return self.block, self.head_dim
 
 
+def spread(x: Any, shape: tuple[int, ...]) -> Any:
+    """A value per query, repeated over the rows of [*, Gp]."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
 class Refs(NamedTuple):
     layer: Any  # i32[1]
     share: Any  # i32[L, W, SHARE_COLUMNS]
@@ -91,8 +112,8 @@ class Refs(NamedTuple):
     sinks: Any  # f32[K, Gp], times log2(e)
     out: Any  # [items, G, D]
     lse: Any  # f32[items, Gp]
-    part: Any  # f32[W, D, Gp] (2 W if merged outside)
-    part_ml: Any  # f32[W, 2, Gp]
+    part: Any  # f32[2 W, D, Gp]: pieces that go on in another share, then those that end an item
+    part_lse: Any  # f32[2 W, Gp], in units of log 2
     q_s: Any = None  # [turns, Gp, D]
     kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, rows, D / halves], scales among them
     p_s: Any = None  # [turns, Gp, block]

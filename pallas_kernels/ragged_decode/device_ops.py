@@ -3,10 +3,13 @@
 The CPU interpreter cannot run them: `mosaic_gpu.py` has a plain path beside each.
 """
 
+import struct
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
@@ -32,15 +35,27 @@ def signal(counter: jax.Ref) -> None:
     run(counter)
 
 
-def wait(counter: jax.Ref, value: jax.Array, *, clear: bool = False) -> None:
-    """Waits until an i32 in global memory has reached `value` (acquire). With `clear` it takes `value` off again."""
+def wait(counter: jax.Ref, value: jax.Array, *, clear: bool = False, waiting: int = 0) -> None:
+    """Waits until an i32 in global memory has reached `value` (acquire).
+
+    With `clear` it takes `value` off again. Or where several wait for the same, `waiting` of them, and nothing is added
+    later: the last one leaves a zero.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def run(ctx, counter, value):
         del ctx
-        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).wait(
-            value.registers.item(), decrement=clear, memory_scope="gpu"
-        )
+        value, pointer = value.registers.item(), mgpu_utils.memref_ptr(counter)
+        mgpu_utils.SemaphoreRef(pointer).wait(value, decrement=clear, memory_scope="gpu")
+        if waiting:  # each adds 1, and at this bound 1 more is 0
+            bound = arith.addi(value, mgpu_utils.c(waiting - 1, value.type))
+            mgpu_utils.inline_ptx(
+                "red.relaxed.gpu.global.inc.u32 [$0], $1;",
+                pointer,
+                bound,
+                predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+                has_side_effects=True,
+            )
 
     run(counter, value)
 
@@ -83,21 +98,29 @@ def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) ->
     return run(src)
 
 
-def store_transposed(value: jax.Array, dst: jax.Ref, dimension: Dimension = _same) -> None:
-    """Stores [D, Gp] registers (WGMMA layout) to [G, D] in global memory; columns from G on are dropped."""
+def store_transposed(
+    value: jax.Array,
+    dst: jax.Ref,
+    dimension: Dimension = _same,
+    *,
+    first: jax.Array | None = None,
+    layout: Any = plgpu.Layout.WGMMA,
+) -> None:
+    """Stores [D, Gp] registers to [G, D] in global memory, or rows `first` and on; columns from G on are dropped."""
     group = dst.shape[-2]
     dtype = dst.dtype
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def run(ctx, value, dst):
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
+    def run(ctx, value, dst, first):
         del ctx
         index = ir.IndexType.get()
         limit = mgpu_utils.c(group, index)
-        rows = value.shape[1]
+        columns = value.shape[1]
+        start = arith.index_cast(index, first.registers.item())
 
         def store(element, position):
-            d, g = dimension(position[0]), position[1]
-            if rows == group:
+            d, g = dimension(arith.addi(start, position[0])), position[1]
+            if columns == group:
                 memref.store(element, dst, [g, d])
                 return
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, g, limit)):
@@ -105,4 +128,81 @@ def store_transposed(value: jax.Array, dst: jax.Ref, dimension: Dimension = _sam
 
         value.foreach(store)
 
-    run(value.astype(dtype), dst)
+    run(value.astype(dtype), dst, jnp.int32(0) if first is None else first)
+
+
+def slice_layout(shape: tuple[int, int]) -> Any:
+    """How some rows of [D, Gp] lie in registers: element by element over the threads."""
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+
+
+def load_pieces(
+    parts: jax.Ref, lses: jax.Ref, count: jax.Array, otherwise: float
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The same rows f32[R, Gp] of pieces [N, R, Gp] in global memory, and their f32[Gp], repeated, of [N, Gp].
+
+    All loads are under way at once. What comes after the first `count` is not read: it is 0, and `otherwise`.
+    """
+    number, *shape = parts.shape
+    layout = slice_layout(tuple(shape))
+    each = plgpu.ShapeDtypeStruct(tuple(shape), jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=[each] * 2 * number)
+    def run(ctx, parts, lses, count):
+        del ctx
+        count, element, index = count.registers.item(), ir.F32Type.get(), ir.IndexType.get()
+        zero = mgpu.FragmentedArray.splat(
+            mgpu_utils.c(0.0, element), tuple(shape), layout=layout.to_mgpu(), is_signed=None
+        )
+        width = mgpu_utils.c(shape[1], index)
+
+        def load(memory, k, missing, place):
+            (stride, *_), _ = ir.MemRefType(memory.type).get_strides_and_offset()
+            base = mgpu_utils.memref_ptr(memory)
+
+            def one(_, position):
+                offset = arith.index_cast(ir.IntegerType.get_signless(32), place(*position))
+                at = mgpu_utils.getelementptr(base, [offset], element)
+                return mgpu_utils.inline_ptx(
+                    f"{{ .reg .pred there; setp.gt.s32 there, $2, {k}; mov.f32 $0, 0f{_hex(missing)}; "
+                    f"@there ld.global.f32 $0, [$1+{4 * k * stride}]; }}",
+                    at,
+                    count,
+                    result_types=element,
+                    has_side_effects=True,
+                )
+
+            return zero.foreach(one, create_array=True)
+
+        def in_part(row, column):
+            return arith.addi(arith.muli(row, width), column)
+
+        loaded = []
+        for k in range(number):
+            loaded.append(load(parts, k, 0.0, in_part))
+            loaded.append(load(lses, k, otherwise, lambda _, column: column))
+        return loaded
+
+    loaded = run(parts, lses, count)
+    return loaded[::2], loaded[1::2]
+
+
+def _hex(value: float) -> str:
+    return struct.pack(">f", value).hex()
+
+
+def store_first_row(value: jax.Array, dst: jax.Ref, layout: Any) -> None:
+    """Stores the first row of f32[R, C] to [C] in global memory."""
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    def run(ctx, value, dst):
+        del ctx
+        zero = mgpu_utils.c(0, ir.IndexType.get())
+
+        def store(element, position):
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, position[0], zero)):
+                memref.store(element, dst, [position[1]])
+
+        value.foreach(store)
+
+    run(value, dst)

@@ -7,9 +7,8 @@ pad G to 64. Every operand comes from shared memory; or keys and values do not, 
 become floats on their way into registers, and more than one warpgroup computes.
 
 A share is worked through from its back: the piece that another CTA waits for comes first. It leaves that piece in global
-memory and adds 1 to the counter of the CTA that holds the item's end; that CTA waits, folds in the pieces of its item in
-order and writes the result. Signals go only to CTAs of a higher number, so nothing deadlocks however many CTAs fit, and
-results repeat bit for bit. The counters are part of the plan and are zero again when the kernel ends.
+memory and counts it; the CTA that holds the item's end, or several, wait, fold the item's pieces in order and write the
+result (`ends`). Results repeat bit for bit. The counters are part of the plan and are zero again when the kernel ends.
 """
 
 import functools
@@ -20,17 +19,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import pieces
-from pallas_kernels.logits import LOG2E, log2_logits
+from pallas_kernels.logits import log2_logits
 from pallas_kernels.pieces import LOW
-from pallas_kernels.ragged_decode import byte_ops, device_ops
+from pallas_kernels.ragged_decode import byte_ops, device_ops, ends
 from pallas_kernels.ragged_decode import plan as P
-from pallas_kernels.ragged_decode.common import Config, Item, Refs, f32, i32
+from pallas_kernels.ragged_decode.common import (
+    BY_QUERY,
+    BY_ROW,
+    WGMMA,
+    Config,
+    Item,
+    Refs,
+    f32,
+    i32,
+    spread,
+)
 from pallas_kernels.ragged_decode.load import load
 
-WGMMA = plgpu.Layout.WGMMA
-BY_QUERY = plgpu.Layout.WGMMA.reduce(0)  # one value per column of [*, Gp]
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 OWN = ("q_s", "p_s", "exchange_s", "spare_s")  # of each computing warpgroup
 REDUCTION_BYTES = 6144
 SHARED = Refs._fields[Refs._fields.index("q_s") :]
@@ -68,11 +73,6 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     pl.run_scoped(body, *smem, collective_axes="wg")
 
 
-def _spread(x: Any, shape: tuple[int, ...]) -> Any:
-    """A value per query, repeated over the rows of [*, Gp]."""
-    return lax.broadcast_in_dim(x, shape, [1])
-
-
 def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
     """A computing warpgroup: items without entries, then the share from its back.
 
@@ -89,9 +89,9 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
     begin, stop, length, number = (
         refs.share[layer, cta, column] for column in (P.BEGIN, P.STOP, P.LENGTH, P.NUMBER)
     )
-    hand_to, first_share, num_empty = (
-        refs.share[layer, cta, column] for column in (P.HAND_TO, P.FIRST_SHARE, P.EMPTY)
-    )
+    num_empty = refs.share[layer, cta, P.EMPTY]
+    others = (refs.share[layer, cta, column] for column in (P.HAND_TO, P.FIRST_SHARE))
+    cut = ends.Cut(layer, *others)
     skip = refs.share[layer, cta, P.SKIP] if cfg.skips else i32(0)
     tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
     slots = i32(cfg.slots)
@@ -106,8 +106,9 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
     def empty(n: Any, _: Any) -> Any:
         number = refs.item[layer, cta + n * cfg.num_shares, P.ITEM_EMPTY]
         q = _read_queries(cfg, refs, number) if cfg.has_new else None
-        acc, m, norm = nothing()
-        _finish(cfg, refs, number, q, acc, m, norm, new=_read_new(cfg, refs, number))
+        ends.write(
+            cfg, refs, number, ends.with_rest(cfg, refs, number, q, _read_new(cfg, refs, number), nothing())
+        )
         return ()
 
     rounds = lax.div(jnp.maximum(num_empty - cta, 0) + (cfg.num_shares - 1), i32(cfg.num_shares))
@@ -155,13 +156,13 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 s = jnp.where(seen, s, LOW)
                 m = jnp.maximum(m_old, _over_rows(cfg, refs, "max", s))
                 fade = jnp.exp2(m_old - m)
-                p = jnp.exp2(s - _spread(m, tile_shape))
+                p = jnp.exp2(s - spread(m, tile_shape))
                 refs.p_s.transpose((1, 0))[...] = p.astype(refs.p_s.dtype)
                 plgpu.commit_smem()
                 if value_steps is not None:  # of the values themselves
                     p = p * lax.broadcast_in_dim(1.0 / value_steps, tile_shape, [0])
-                weights = weights * _spread(fade, tile_shape) + p  # summed over entries once, at the end
-                acc = acc * _spread(fade, out_shape)
+                weights = weights * spread(fade, tile_shape) + p  # summed over entries once, at the end
+                acc = acc * spread(fade, out_shape)
                 if not cfg.packed:
                     plgpu.barrier_wait(refs.full.at[v])
                 acc = acc + _weighted_values(cfg, refs, v)
@@ -173,20 +174,9 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
             mine = lax.div(jnp.maximum(tiles - first_tile, 0) + (cfg.turns - 1), i32(cfg.turns))
             acc, m, weights = lax.fori_loop(0, mine, one_tile, (acc, m, weights))
             norm = _over_rows(cfg, refs, "add", weights)
-            has_head, has_tail = start <= item.begin, end >= item.stop
 
-            def end_item(acc: Any, m: Any, norm: Any) -> None:
-                if cfg.fused:
-                    _fused(cfg, refs, item, q, acc, m, norm, new, has_head, has_tail, hand_to, first_share)
-                    return
-
-                @pl.when(has_head & has_tail)
-                def _() -> None:
-                    _finish(cfg, refs, item.number, q, acc, m, norm, new=new)
-
-                @pl.when(jnp.logical_not(has_head & has_tail))
-                def _() -> None:
-                    _leave_piece(refs, 2 * cta + has_tail.astype(i32), acc, m, norm)
+            def end_item(*sums: Any) -> None:
+                ends.end_item(cfg, refs, item, start, end, cut, q, new, sums)
 
             if cfg.turns == 1:
                 end_item(acc, m, norm)
@@ -228,7 +218,7 @@ def _take_over(cfg: Config, refs: Refs, acc: Any, m: Any, norm: Any) -> tuple[An
         plgpu.barrier_arrive(refs.meet.at[cfg.turns + turn])
         top = jnp.maximum(m, other_m)
         fade, other_fade = jnp.exp2(m - top), jnp.exp2(other_m - top)
-        acc = acc * _spread(fade, acc.shape) + other * _spread(other_fade, acc.shape)
+        acc = acc * spread(fade, acc.shape) + other * spread(other_fade, acc.shape)
         m, norm = top, norm * fade + other_norm * other_fade
     return acc, m, norm
 
@@ -287,44 +277,6 @@ def _steps(cfg: Config, refs: Refs, slot: Any) -> Any:
     return byte_ops.read_steps(refs.kv_s.at[slot], cfg.paged, interpreted=cfg.interpreted)
 
 
-def _leave_piece(refs: Refs, slot: Any, acc: Any, m: Any, norm: Any) -> None:
-    refs.part.at[slot][...] = acc
-    refs.part_ml.at[slot, 0][...] = m
-    refs.part_ml.at[slot, 1][...] = norm
-
-
-def _fused(
-    cfg: Config, refs: Refs, item: Item, q: Any, acc: Any, m: Any, norm: Any, new: Any,
-    has_head: Any, has_tail: Any, hand_to: Any, first_share: Any,
-) -> None:  # fmt: skip
-    """Hands a piece over, or folds in the pieces that other CTAs left and writes the item's result."""
-    cta, layer, unroll = lax.axis_index("cta"), refs.layer[0], cfg.merge_unroll
-    shape = (cfg.head_dim, cfg.queries)
-
-    @pl.when(jnp.logical_not(has_tail))
-    def _() -> None:
-        _leave_piece(refs, cta, acc, m, norm)
-        device_ops.signal(refs.sync.at[layer, hand_to, 0])
-
-    @pl.when(has_tail)
-    def _() -> None:
-        others = jnp.where(has_head, 0, cta - first_share)
-
-        @pl.when(others > 0)
-        def _() -> None:
-            device_ops.wait(refs.sync.at[layer, cta, 0], others, clear=True)
-
-        def read(k: Any) -> Any:
-            at = first_share + k
-            part = plgpu.load(refs.part.at[at], layout=WGMMA, optimized=False)
-            part_m = plgpu.load(refs.part_ml.at[at, 0], layout=BY_QUERY, optimized=False)
-            part_norm = plgpu.load(refs.part_ml.at[at, 1], layout=BY_QUERY, optimized=False)
-            return part, part_m, part_norm
-
-        sums = pieces.fold((acc, m, norm), others, read, lambda x: _spread(x, shape), unroll)
-        _finish(cfg, refs, item.number, q, *sums, new=new)
-
-
 def _read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
     """The item's queries, transposed: [D, Gp]. Columns from G on hold something finite."""
     if cfg.interpreted:
@@ -349,35 +301,3 @@ def _read_new(cfg: Config, refs: Refs, number: Any) -> Any:
         plgpu.load(refs.q.at[number, row], layout=BY_ROW, optimized=False).astype(f32)
         for row in (last - 2, last - 1)
     )
-
-
-def _finish(cfg: Config, refs: Refs, number: Any, q: Any, acc: Any, m: Any, norm: Any, *, new: Any) -> None:
-    """Adds the sink and the current token, normalises, writes."""
-    shape = (cfg.head_dim, cfg.queries)
-
-    def fold(acc: Any, m: Any, norm: Any, logit: Any, value: Any) -> Any:
-        top = jnp.maximum(m, logit)
-        fade, weight = jnp.exp2(m - top), jnp.exp2(logit - top)
-        acc = acc * _spread(fade, shape)
-        if value is not None:
-            acc = acc + _spread(weight, shape) * lax.broadcast_in_dim(value, shape, [0])
-        return acc, top, norm * fade + weight
-
-    if cfg.has_sinks:
-        sink = plgpu.load(refs.sinks.at[lax.rem(number, i32(cfg.kv_heads))], layout=BY_QUERY, optimized=False)
-        acc, m, norm = fold(acc, m, norm, sink, None)
-    if cfg.has_new:
-        key, value = new
-        products = (q.astype(f32) * lax.broadcast_in_dim(key, shape, [0])).sum(axis=0)
-        logit = log2_logits(products, cfg.scale, cfg.soft_cap)
-        acc, m, norm = fold(acc, m, norm, logit, value)
-    held = norm > 0
-    inverse = jnp.where(held, 1.0 / norm, 0.0)
-    refs.lse.at[number][...] = jnp.where(held, (m + jnp.log2(norm)) * (1 / LOG2E), -jnp.inf)
-    out = acc * _spread(inverse, shape)
-    if cfg.interpreted:
-        refs.out.at[number][...] = out.T[: cfg.group].astype(refs.out.dtype)
-    elif cfg.packed:
-        device_ops.store_transposed(out, refs.out.at[number], byte_ops.value_dimension(cfg.head_dim))
-    else:
-        device_ops.store_transposed(out, refs.out.at[number])

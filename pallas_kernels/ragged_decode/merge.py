@@ -24,7 +24,7 @@ def merge_pieces(
     out: jax.Array,
     lse: jax.Array,
     part: jax.Array,
-    part_ml: jax.Array,
+    part_lse: jax.Array,
     q: jax.Array,
     sinks: jax.Array | None,
     new: jax.Array | None,
@@ -36,9 +36,9 @@ def merge_pieces(
     Args:
       plan: of one layer.
       out, lse: [items, G, D], f32[items, Gp]: right for whole items, unwritten for cut ones.
-      part, part_ml: f32[2 W, D, Gp], f32[2 W, 2, Gp]: of share w, slot 2 w holds the piece of its last item if that goes on
-        in another share, slot 2 w + 1 the piece of its first item if that ends here but began elsewhere. Sums of values
-        weighted by exp2(logit - m), then m and the sum of the weights; logits in units of log 2.
+      part, part_lse: f32[2 W, D, Gp], f32[2 W, Gp]: of share w, slot w holds the piece of its last item if that goes on
+        in another share, slot W + w the piece of its first item if that ends here but began elsewhere. Its output, and
+        its log-sum-exp in units of log 2.
       q: [items, G or more, D]. sinks: [K, G]. new: [items, 2, D], key and value of the current token.
     """
     items, group, _ = out.shape
@@ -48,16 +48,14 @@ def merge_pieces(
     first_stop = rows[share[:, FIRST_ITEM] + 1, ITEM_BEGIN]
     handed = held & (share[:, END] < share[:, STOP])
     kept = held & (share[:, START] > first_begin) & (share[:, END] >= first_stop)
-    item = jnp.stack([share[:, NUMBER], rows[share[:, FIRST_ITEM], ITEM_NUMBER]], axis=1).reshape(-1)
-    valid = jnp.stack([handed, kept], axis=1).reshape(-1)
+    item = jnp.concatenate([share[:, NUMBER], rows[share[:, FIRST_ITEM], ITEM_NUMBER]])
+    valid = jnp.concatenate([handed, kept])
     item = jnp.where(valid, item, items)  # the others go to a segment that is dropped
     part = jnp.where(valid[:, None, None], part, 0.0)
-    m = jnp.where(valid[:, None], part_ml[:, 0], -jnp.inf)
-    top = jax.ops.segment_max(m, item, items + 1)
-    weight = jnp.where(valid[:, None], jnp.exp2(m - top[item]), 0.0)
-    denominator = jax.ops.segment_sum(
-        jnp.where(valid[:, None], part_ml[:, 1], 0.0) * weight, item, items + 1
-    )[:-1]
+    lse_of = jnp.where(valid[:, None], part_lse, -jnp.inf)
+    top = jax.ops.segment_max(lse_of, item, items + 1)
+    weight = jnp.where(valid[:, None], jnp.exp2(lse_of - top[item]), 0.0)
+    denominator = jax.ops.segment_sum(weight, item, items + 1)[:-1]
     numerator = jax.ops.segment_sum(part * weight[:, None], item, items + 1)[:-1]
     cut = jnp.zeros(items + 1, bool).at[item].set(True)[:-1]
     top = jnp.where(cut[:, None], top[:-1], -1e30)

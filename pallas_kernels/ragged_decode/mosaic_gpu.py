@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import byte_pages
+from pallas_kernels.logits import LOG2E
 from pallas_kernels.ragged_decode.common import Config
-from pallas_kernels.ragged_decode.kernel import LOG2E, REDUCTION_BYTES, kernel_body
+from pallas_kernels.ragged_decode.kernel import REDUCTION_BYTES, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
 from pallas_kernels.ragged_decode.plan import DecodePlan
 from pallas_kernels.ragged_decode.tuning import DEFAULT, Tuning
+from pallas_kernels.support import num_sms
 
 f32 = jnp.float32
 
@@ -67,12 +69,17 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         operands.append(padded)
 
     fused = merge == "fused"
-    pieces = plan.num_shares * (1 if fused else 2)
+    pieces = 2 * plan.num_shares
+    # CTAs that wait for ones of a higher number have to be on the device with them.
+    slices = tuning.slices(head_dim * queries) if fused and plan.num_shares <= num_sms() else 0
+    many = max(tuning.many_pieces, slices + 2)
+    slices = slices if plan.num_shares >= many else 0
+    unroll = tuning.unroll(plan.num_shares // max(items, 1), head_dim, queries)
     shapes = [
         jax.ShapeDtypeStruct((items, group, head_dim), out_dtype),
         jax.ShapeDtypeStruct((items, queries), f32),
         jax.ShapeDtypeStruct((pieces, head_dim, queries), f32),
-        jax.ShapeDtypeStruct((pieces, 2, queries), f32),
+        jax.ShapeDtypeStruct((pieces, queries), f32),
     ]
     config = Config(
         kv_heads=kv_heads,
@@ -85,7 +92,9 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         packed=packed,
         scale_rows=byte_pages.scale_rows(pool),
         num_shares=plan.num_shares,
-        merge_unroll=tuning.unroll(plan.num_shares // max(batch * kv_heads, 1), head_dim, queries),
+        merge_unroll=min(unroll, many - 2) if slices else unroll,
+        slices=slices,
+        many=many,
         scale=scale,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
@@ -109,8 +118,8 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, out_dtype, tuning, 
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    out, lse, part, part_ml = kernel(*operands)
+    out, lse, part, part_lse = kernel(*operands)
     if not fused:
         new = rows[:, -2:] if has_new else None
-        out, lse = merge_pieces(plan, out, lse, part, part_ml, rows, sinks, new, scale, soft_cap)
+        out, lse = merge_pieces(plan, out, lse, part, part_lse, rows, sinks, new, scale, soft_cap)
     return out.reshape(batch, kv_heads, group, head_dim), lse[:, :group].reshape(batch, kv_heads, group)

@@ -2,8 +2,8 @@
 
 The entries of all (request, KV head) items of one layer form one line, ordered by request, then head, and counted in units
 of `unit` entries. A share is an interval of that line; share `w` is the work of CTA `w`, whatever items it crosses. An item
-that a border cuts is put together again by the CTA that holds its end. So every way of dividing the work is a choice of
-borders, and one kernel serves them all:
+that a border cuts is put together again by the CTA that holds its end, or by several that hold nothing else. So every way
+of dividing the work is a choice of borders, and one kernel serves them all:
 
 * equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests;
 * splits of every item, a constant number (FlashDecoding) or the split map of the paper (Algorithm 1);

@@ -17,6 +17,9 @@ class Tuning:
     slots: int = 4  # tiles in flight, keys and values counted apart; more crowd the memory and are slower
     merge_unroll: int = 8  # partial results read at a time; more are read in vain where items have few
     long_merge_unroll: int = 16  # where items have many
+    merge_slices: int = 8  # of an item's output, put together by as many CTAs where its pieces are many
+    many_pieces: int = 10
+    slice_registers: int = 96  # of a thread, for the pieces of a slice that are read at a time
 
     def block(self, head_dim: int, page_size: int, *, packed: bool = False) -> int:
         """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page. `packed`: pages of bytes."""
@@ -28,6 +31,10 @@ class Tuning:
         if pieces >= 8 and head_dim * queries <= 1024:
             return self.long_merge_unroll
         return max(1, self.merge_unroll * 8 // queries)
+
+    def slices(self, elements: int) -> int:
+        """Of an output of `elements`: each has one for a thread at least."""
+        return min(self.merge_slices, elements // 128)
 
     def num_slots(self, tile: int) -> int:
         """Tiles of so many bytes in flight: more or fewer where they are not of `tile_bytes`."""

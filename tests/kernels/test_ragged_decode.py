@@ -8,6 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import ragged_decode as rd
+from pallas_kernels.ragged_decode import mosaic_gpu
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.ragged_cases import Case, make_case, relative_error
@@ -187,6 +188,7 @@ def test_kernel_in_the_interpreter(options):
     "shape",
     [
         {"group": 16, "head_dim": 64, "page_size": 16},
+        {"group": 32, "head_dim": 64, "page_size": 64},
         {"group": 1, "head_dim": 256, "page_size": 64, "dtype": jnp.float16},
         {"group": 5, "head_dim": 128, "page_size": 128},
     ],
@@ -269,13 +271,25 @@ def test_unsupported_features_are_named():
     pool = (9, 2, 1, 16, 64)
     for q_shape, pool_shape, dtype, words in [
         ((1, 1, 4, 80), (9, 2, 1, 16, 80), "bfloat16", "head dimension 80"),
-        ((1, 1, 17, 64), pool, "bfloat16", "17 query heads"),
+        ((1, 1, 33, 64), pool, "bfloat16", "33 query heads"),
         ((1, 1, 4, 64), (9, 2, 1, 8, 64), "bfloat16", "page size 8"),
         ((1, 1, 4, 64), pool, "float32", "float32"),
         ((1, 1, 4, 64), pool, "bfloat16", "platform cpu"),
     ]:
         with pytest.raises(NotImplementedError, match=words):
             rd.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(("num_shares", "slices"), [(9, 0), (132, 8), (133, 0)])
+def test_ctas_wait_for_later_ones_where_all_are_on_the_device(monkeypatch, num_shares, slices):
+    """There are 132 multiprocessors; with 9 shares no item can have many pieces."""
+    configs = []
+    monkeypatch.setattr(mosaic_gpu, "kernel_body", lambda config, *_: configs.append(config))
+    case = make_case([[3000, 129]])
+    plan = plan_of(case, num_shares=num_shares)
+    ragged_decode = jax.jit(lambda q, pool: ragged_decode_mosaic_gpu(q, pool, plan, scale=0.777))
+    ragged_decode.trace(case.q, case.pool)
+    assert [config.slices for config in configs] == [slices]
 
 
 def test_layers_share_one_kernel_text():

@@ -58,13 +58,13 @@ def test_pages(head_dim, page_size):
     check(case, num_shares=2)  # many tiles each: last pages are loaded as far as they are filled
 
 
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", [*range(1, 17), 20, 24, 32])
 def test_groups(group):
     check(make_case(SKEWED, group=group, page_size=64, sinks=True, new=True))
 
 
 @pytest.mark.parametrize("page_size", [16, 128])
-@pytest.mark.parametrize("group", [1, 2, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_groups_of_other_heads(head_dim, group, page_size):
     """GPT-OSS has 8 queries of 64 for a KV head, Gemma 3 two of 256."""
@@ -76,6 +76,20 @@ def test_groups_of_other_heads(head_dim, group, page_size):
 )
 def test_divisions(how):
     check(make_case(SKEWED), **how)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize("group", [4, 16, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_pieces(head_dim, group, packed):
+    """Put together by several CTAs; the last one with other items in its share, or alone with its piece."""
+    lengths = [[9000, 2500, 40, 3000]]
+    case = make_case(
+        lengths, head_dim=head_dim, group=group, page_size=64, sinks=True, new=True, packed=packed
+    )
+    check(case)
+    check(case, num_shares=40)
+    check(case, splits=33)
 
 
 def test_borders_of_the_caller():
