@@ -114,9 +114,11 @@ def run(engine: Engine, prompts: np.ndarray, steps: int, most: int, params: dict
     return {"ms": outputs.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
 
 
-def answer_all(engine: Engine, prompts: list[list[int]], generate: int) -> tuple[float, Outputs]:
+def answer_all(
+    engine: Engine, prompts: list[list[int]], generate: int, ignore_eos: bool = True
+) -> tuple[float, Outputs]:
     """Seconds until all are answered greedily with `generate` tokens, and what came."""
-    how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
+    how = SamplingParams(max_tokens=generate, ignore_eos=ignore_eos, temperature=0.0)
     outputs = Outputs(len(prompts))
     began = time.perf_counter()
     for i, prompt in enumerate(prompts):

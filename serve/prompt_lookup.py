@@ -16,6 +16,11 @@ class PromptLookup:
         self._tokens, self._count = np.empty(1024, np.int32), 0
         self._pause, self._resumes = 1, 0
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """i32[n]: those that it knows."""
+        return self._tokens[: self._count]
+
     def read(self, tokens: Sequence[int]) -> None:
         """All tokens of the sequence: those after the ones that are known are new."""
         more = len(tokens)
@@ -26,7 +31,7 @@ class PromptLookup:
 
     def following(self, count: int) -> np.ndarray:
         """i32[at most `count`]: what came after the latest longest match of the last tokens; nothing during a pause."""
-        known = self._tokens[: self._count]
+        known = self.tokens
         if count < 1 or self._count < max(self._resumes, 2):
             return known[:0]
         ends, matched = np.flatnonzero(known[:-1] == known[-1]), 1

@@ -40,7 +40,7 @@ class Oracle:
         count = itertools.count(1)
 
         def following(lookup: PromptLookup, most: int) -> np.ndarray:
-            known = lookup._tokens[: lookup._count].tolist()
+            known = lookup.tokens.tolist()
             whole = next((w for w in wholes if w[: len(known)] == known), [])
             guess = np.array(whole[len(known) : len(known) + most], np.int32)
             if wrong_each and len(guess) and next(count) % wrong_each == 0:
