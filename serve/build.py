@@ -196,7 +196,7 @@ def build_engine(
             recipe = Recipe.of(profile, max_model_len)
     drafts = config.speculation.num_speculative_tokens if config.speculation else 0
     if on_gpu:
-        _check_drafts(drafts, shape)
+        _check_drafts(drafts, shape, stores)
     buckets = make_buckets(
         *batching[:2],
         plan.window,
@@ -264,9 +264,9 @@ def build_engine(
     return Built(engine, model, plan, summary, defaults)
 
 
-def _check_drafts(drafts: int, model: ModelConfig) -> None:
-    """Raises ConfigError for more than the decode kernel verifies at once."""
-    most = ragged_decode.MAX_QUERIES // model.group_size - 1
+def _check_drafts(drafts: int, model: ModelConfig, stores: Any) -> None:
+    """Raises ConfigError for more than the decode kernel verifies at once; `stores`: the cache's dtype."""
+    most = ragged_decode.max_queries(model.head_dim, stores) // model.group_size - 1
     if drafts > max(most, 0):
         instead = f"write at most {most}" if most > 0 else "leave --speculative-config out"
         raise ConfigError(

@@ -2,21 +2,19 @@
 
 import jax
 
+from pallas_kernels import byte_pages
 from pallas_kernels.ragged_decode.plan import DecodePlan, plan_decode
 from pallas_kernels.ragged_decode.reference import ragged_decode_reference
 from pallas_kernels.ragged_decode.tuning import DEFAULT, TUNING, Tuning, tuning_for
 from pallas_kernels.support import check_attention
 
-# Of a KV head: its query heads, or as many as these for each of several tokens of a request.
-MAX_QUERIES = 32
-
 __all__ = [
     "DEFAULT",
-    "MAX_QUERIES",
     "TUNING",
     "DecodePlan",
     "Tuning",
     "check_supported",
+    "max_queries",
     "plan_decode",
     "ragged_decode",
     "ragged_decode_reference",
@@ -81,6 +79,13 @@ def check_supported(
     device: jax.Device | None = None,
 ) -> None:
     """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel: q_shape (B, K, G, D)."""
-    check_attention(
-        q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=MAX_QUERIES
-    )
+    most = max_queries(q_shape[3], pool_dtype)
+    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=most)
+
+
+def max_queries(head_dim: int, pool_dtype: jax.typing.DTypeLike) -> int:
+    """Of a KV head: its query heads, or as many for each of several tokens of a request.
+
+    Shared memory has no room for more where warpgroups hand sums to each other.
+    """
+    return 16 if head_dim > 128 and byte_pages.is_bytes(pool_dtype) else 32

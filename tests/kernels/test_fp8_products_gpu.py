@@ -69,7 +69,7 @@ def test_tokens_in_fp8(tokens, depth):
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [8, 24, 104, 296, 300, 2080])
 def test_part_of_a_block(tokens, options, narrow):
-    """The same results as in whole blocks, bit by bit."""
+    """The same results as in whole blocks, bit by bit unless XLA adds up the parts of a product."""
     rng = np.random.default_rng(0)
     weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, 768), np.float32)))
     x = jnp.asarray(rng.standard_normal((-(-tokens // 256) * 256, 1024), np.float32), jnp.bfloat16)
@@ -79,7 +79,13 @@ def test_part_of_a_block(tokens, options, narrow):
     def run(x):
         return fp8.fp8_products(fp8.quantise_tokens(x) if narrow else x, weights, tuning=tuning)
 
-    np.testing.assert_array_equal(run(x[:tokens]), run(x)[:tokens])
+    got, whole = run(x[:tokens]), run(x)[:tokens]
+    if "splits" in options:
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), whole.astype(jnp.float32), rtol=2 * ROUNDING, atol=1e-4
+        )
+        return
+    np.testing.assert_array_equal(got, whole)
 
 
 def test_every_code():

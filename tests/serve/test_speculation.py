@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from models.registry import LoadedModel
@@ -65,12 +66,20 @@ def test_drafts_have_programs_of_their_own():
     ],
 )
 def test_no_more_than_the_kernel_verifies(heads, kv_heads, drafts, words):
-    model = CONFIG.replace(num_heads=heads, num_kv_heads=kv_heads)
+    model, stores = CONFIG.replace(num_heads=heads, num_kv_heads=kv_heads), jnp.bfloat16
     if words is None:
-        _check_drafts(drafts, model)
+        _check_drafts(drafts, model, stores)
         return
     with pytest.raises(ConfigError, match=words):
-        _check_drafts(drafts, model)
+        _check_drafts(drafts, model, stores)
+
+
+def test_large_heads_in_bytes_have_room_for_fewer():
+    model = CONFIG.replace(num_heads=16, num_kv_heads=8, head_dim=256)
+    _check_drafts(15, model, jnp.bfloat16)
+    _check_drafts(7, model, jnp.uint8)
+    with pytest.raises(ConfigError, match="write at most 7"):
+        _check_drafts(8, model, jnp.uint8)
 
 
 def test_the_engine_that_is_built_drafts():
