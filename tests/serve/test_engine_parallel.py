@@ -9,8 +9,9 @@ from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig
 from serve.buckets import Buckets
 from serve.build import build, build_engine
+from serve.speculation import Speculation
 from tangram_jax.profile import BudgetProfile
-from tests.serve.tiny_engine import TinyEngine, ask_all
+from tests.serve.tiny_engine import TinyEngine, ask_all, tokens_of
 from tests.simulated import on_simulated_devices
 
 CONFIG = tiny_config(num_layers=1)
@@ -71,6 +72,34 @@ def check_engine() -> None:
         together, said_of_two = answers(served(path, max_retention=1.0, tensor_parallel_size=2))
     assert together == alone
     assert "on each of 2 devices" in said_of_two and "devices" not in said
+
+
+def check_drafts() -> None:
+    """Two devices verify what one says without drafts."""
+    from unittest import mock
+
+    few = Buckets(
+        mixed_chunks=(32,), largest_chunk=64, batches=(2,), prompt_logprobs=32, drafts=2, draft_slots=(2,)
+    )
+    prompts, said = [tokens_of(7) * 4, tokens_of(30)], []
+    with mock.patch("serve.build.make_buckets", lambda *_, **__: few):
+        for options in (
+            {},
+            {"tensor_parallel_size": 2, "speculation": Speculation(prompt_lookup_min=1)},
+        ):
+            model = LoadedModel(CONFIG, random_params(CONFIG, 0), tiny_tokenizer(), "tiny")
+            config = ServeConfig(**SETTINGS, retention=1.0, heads_per_page=4, **options)
+            built = build_engine(config, model, dtype=jnp.float32)
+            engine = TinyEngine(built.engine, built.engine._runner)
+            built.engine.start()
+            said.append([a.tokens for a in ask_all(engine, prompts, max_tokens=40)])
+            assert bool(built.engine.stats().accepted_tokens_total) == bool(options)
+            built.engine.stop()
+    assert said[0] == said[1]
+
+
+def test_two_devices_verify_drafts():
+    on_simulated_devices(__file__, "check_drafts", 2)
 
 
 def test_two_devices_answer_as_one():
