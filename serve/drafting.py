@@ -2,10 +2,12 @@
 
 Code that is edited, text that is quoted or summed up, structured answers and repeated tool calls say again what the
 conversation says already. A step that verifies drafts takes hardly longer than one without, as long as few sequences run.
+
+Steps do not wait for each other: drafts are what should come if all that is under way turns out as it was before. Where it
+does not they are wrong, and the row is taken to hold more tokens than it does until the results are read.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -20,33 +22,28 @@ class Drafting:
     def __init__(self, limits: Limits, counters: Counter[str]) -> None:
         self._limits, self._counters = limits, counters
 
-    def due(self, running: list[Sequence]) -> bool:
-        """Whether one of the `running` would have drafts if the tokens under way were as they were before.
+    def of(self, decode: list[Sequence], but: Sequence | None = None) -> dict[Sequence, np.ndarray]:
+        """Drafts, i32[n] each, of those that have some and pages for them; all of `decode` get a token in the next step.
 
-        Then these are worth waiting for. False where the next step is for a chunk, or where too many run.
+        `but`: one whose row is to be copied, for which it must be known what it holds.
         """
-        limits = self._limits
-        if not 0 < len(running) <= limits.drafting or not limits.drafts:
-            return False
-        if not all(s.decodes(limits.max_tail) for s in running):
-            return False
-        return any(not s.grammar and len(self._following(s, s.in_flight + 1)) > s.in_flight for s in running)
-
-    def of(self, decode: Iterable[Sequence]) -> dict[Sequence, np.ndarray]:
-        """Drafts, i32[n] each, of those that have some and pages for them; all of `decode` get a token in the next step."""
-        decode = list(decode)
         if not 0 < len(decode) <= self._limits.drafting:
             return {}
         drafts = {}
         for sequence in decode:
             state = sequence.state
             assert state is not None
-            if sequence.in_flight or sequence.grammar:
+            if sequence.grammar or sequence is but:
                 continue
             most = min(self._limits.drafts, sequence.left - 1, sequence.room - state.tail - 1)
-            guess = self._following(sequence, most)
+            if sequence.lookup is None:
+                sequence.lookup = PromptLookup(*self._limits.lookup)
+            sequence.lookup.read(sequence.tokens)
+            under_way = sequence.in_flight
+            guess = sequence.lookup.following(under_way + most)[under_way:]
             if len(guess):
                 drafts[sequence] = guess
+                sequence.lookup.sent.append(len(sequence.tokens) + under_way)
         return drafts
 
     def note(self, sequence: Sequence, wrong: int, sampled: int) -> None:
@@ -55,16 +52,10 @@ class Drafting:
         if sequence.state is not None:
             sequence.state.tail -= wrong
         drafted = wrong + sampled - 1
-        if not drafted:
+        if not drafted or sequence.lookup is None:
             return
         self._counters["drafts"] += 1
         self._counters["draft_tokens"] += drafted
         self._counters["accepted_tokens"] += sampled - 1
-        if sequence.lookup is not None:
-            sequence.lookup.note(sampled - 1)
-
-    def _following(self, sequence: Sequence, count: int) -> np.ndarray:
-        if sequence.lookup is None:
-            sequence.lookup = PromptLookup(*self._limits.lookup)
         sequence.lookup.read(sequence.tokens)
-        return sequence.lookup.following(count)
+        sequence.lookup.note(sampled - 1)

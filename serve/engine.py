@@ -177,12 +177,7 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self) -> None:
-        """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do).
-
-        Drafts follow the tokens before them: those are read first, and how many were right before the next step.
-        """
-        if self._under_way and self._scheduler.drafting.due(self._scheduler.running):
-            self._read_all()
+        """Dispatch what can run, then read the oldest results once enough is under way (or nothing else is to do)."""
         work = self._scheduler.schedule()
         if work:
             handles = self._runner.run(work, self._read_all)
@@ -190,9 +185,7 @@ class Engine:
             self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunks))
             self._totals["steps"] += 1
             self._totals["prefilled"] += sum(len(chunk.tokens) for chunk in work.chunks)
-        if work and work.drafts:
-            self._read_all()
-        elif self._under_way and (not work or len(self._under_way) >= PIPELINE):
+        if self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read_oldest()
         self._update_stats()
 

@@ -1,5 +1,6 @@
 """What followed the last tokens of a sequence where they came before."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ class PromptLookup:
         self._least, self._most = least, most
         self._tokens, self._count = np.empty(1024, np.int32), 0
         self._pause, self._resumes = 1, 0
+        self.sent = deque[int]()  # of drafts under way: tokens before them, were all drafts before them right
 
     @property
     def tokens(self) -> np.ndarray:
@@ -49,6 +51,11 @@ class PromptLookup:
         return known[end + 1 : end + 1 + count]
 
     def note(self, right: int) -> None:
-        """So many of the last drafts were right: after none come pauses, each twice as long as the one before."""
+        """So many of the drafts sent first were right: after none come pauses, each twice as long as the one before.
+
+        Drafts that were to follow others which turned out wrong say nothing.
+        """
+        if self.sent.popleft() != self._count:
+            return
         self._pause = 1 if right else min(2 * self._pause, LONGEST_PAUSE)
         self._resumes = 0 if right else self._count + self._pause

@@ -84,7 +84,8 @@ class Scheduler:
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.
         chunks = self._chunks.next(self.running, len(decode), score=not (decode and self._scored_last))
         decode = [s for s in decode if s.state is not None]  # others may have preempted it since
-        work = Work(chunks, decode, {} if chunks else self.drafting.of(decode))
+        parent = self.waiting[0].parent if self.waiting else None
+        work = Work(chunks, decode, {} if chunks else self.drafting.of(decode, but=parent))
         self._scored_last = work.scores_prompt
         if self._scored_last:
             decode.clear()
@@ -100,6 +101,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.in_flight:  # preempted, with a token still to be read
                 return
+            if sequence.parent and sequence.parent.unsure:
+                return  # its row cannot be copied yet
             forked = self._fork_parent(sequence)
             if not forked and not self._give_row(sequence):
                 return

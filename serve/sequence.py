@@ -101,6 +101,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_length + self.in_flight
 
     @property
+    def unsure(self) -> bool:
+        """Whether drafts are under way: until they are read, `in_flight` and the row's tail count them all as right."""
+        return self.lookup is not None and bool(self.lookup.sent)
+
+    @property
     def to_feed(self) -> int:
         """Tokens that are not in the cache: 1 means decode, more means prefill."""
         assert self.state is not None

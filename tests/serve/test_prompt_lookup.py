@@ -58,22 +58,39 @@ def test_it_is_of_the_longest_match(tokens, count, least, more, data):
 
 def test_wrong_drafts_bring_pauses_that_grow():
     found, tokens = lookup([1, 2] * 4), [1, 2] * 4
+
+    def note(right: int) -> None:
+        found.sent.append(len(tokens))
+        found.note(right)
+
     pauses = []
     for _ in range(8):
-        found.note(right=0)
+        note(0)
         start = len(tokens)
         while not len(found.following(2)):
             tokens.append([1, 2][len(tokens) % 2])
             found.read(tokens)
         pauses.append(len(tokens) - start)
     assert pauses == [2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
-    found.note(right=1)
+    note(1)
     assert len(found.following(2)) == 2
-    found.note(right=0)
+    note(0)
     assert not len(found.following(2))
     tokens += [1, 2]
     found.read(tokens)
     assert len(found.following(2)) == 2
+
+
+def test_drafts_after_wrong_ones_say_nothing():
+    tokens = [1, 2] * 4
+    found = lookup(tokens)
+    found.sent.extend([8, 12])  # the second drafts are to follow three drafts and a token
+    found.note(right=0)
+    found.read([*tokens, 9])
+    found.note(right=0)
+    assert not found.sent
+    found.read([*tokens, 9, 1, 2])
+    assert len(found.following(2)) == 2  # after a pause of two tokens, not of four
 
 
 def test_what_it_gives_is_not_changed_by_more_tokens():
