@@ -7,7 +7,8 @@ block's tokens times the columns of a CTA's warpgroups, over the whole depth or 
 by XLA, with what follows.
 
 The last block may have fewer tokens: copies fill what lies beyond an array with zeros, and write nothing there. Only tokens
-that are no multiple of eight, the rows of a tile in shared memory, are padded.
+that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
+those of a larger block meet each left operand in two parts, with sums of their own.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ LOADING = 40  # registers of the loading warpgroup, where the others need many
 class _Config:
     blocks: int  # of tokens
     rows: int  # of a block
+    part: int  # of them, that a matrix instruction takes
     columns: int  # of the weights, as many as a CTA takes at once
     warpgroups: int  # computing ones, a tile's columns each
     splits: int  # of the depth
@@ -53,6 +55,11 @@ class _Config:
         With parts, whose sums are float32, Mosaic finds no layouts for that.
         """
         return 2 if self.narrow and self.deep_step % 2 == 0 and self.splits == 1 else 1
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(First row, rows) of a block's."""
+        return [(first, min(self.part, self.rows - first)) for first in range(0, self.rows, self.part)]
 
     @property
     def units(self) -> int:
@@ -90,8 +97,11 @@ def fp8_products_mosaic_gpu(
     if depth != weights.depth:
         raise ValueError(f"tokens of {depth} numbers for weights of a depth of {weights.depth}")
     values = _padded(values, LEAST_TOKENS)
-    # The scales come by plain loads, which know no bounds: whole blocks of them.
-    of_tokens = (_padded(x.scales, tuning.rows),) if isinstance(x, Fp8Tokens) else ()
+    of_tokens: tuple[jax.Array, ...] = ()
+    if isinstance(x, Fp8Tokens):
+        # The scales come by plain loads, which know no bounds: whole blocks of them, as `quantise_tokens` gives.
+        blocks = -(-len(values) // tuning.rows)
+        of_tokens = (x.scales if len(x.scales) >= blocks * tuning.rows else _padded(x.scales, tuning.rows),)
     out = _call(
         values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, interpret=interpret
     )
@@ -123,8 +133,8 @@ def _call(
     across, deep = codes.shape[:2]
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
     cfg = _Config(
-        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, columns=across // wgs, warpgroups=wgs, splits=splits,
-        steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
+        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, columns=across // wgs, warpgroups=wgs,
+        splits=splits, steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
         narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
@@ -183,7 +193,7 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
             (cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(row, row * dtype.itemsize)
         ),
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
-        plgpu.SMEM((wgs, cfg.rows, TILE), out.dtype, transforms=tiled(out_width)),
+        plgpu.SMEM((wgs, cfg.part, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
         *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
@@ -240,34 +250,39 @@ def _compute(
     def one_unit(n: Any, nothing: Any) -> None:
         unit = _Unit(cfg, n)
 
-        def products(acc: Any) -> Any:
+        def products(*accs: Any) -> Any:
             def one_step(j: Any, nothing: Any) -> None:
                 slot = lax.rem(n * cfg.steps + j, i32(cfg.stages))
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(0, cfg.deep_step, cfg.span):
-                    given = x_s.at[slot, :, pl.ds(i * TILE, cfg.span * TILE)].transpose((1, 0))
                     codes = codes_s.at[slot, wg, pl.ds(i, cfg.span)]
-                    plgpu.wgmma(acc, device_ops.unpack(codes, unpacked, narrow=cfg.narrow), given)
-                    plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
+                    weights = device_ops.unpack(codes, unpacked, narrow=cfg.narrow)
+                    for acc, (first, rows) in zip(accs, cfg.parts, strict=True):
+                        given = x_s.at[slot, pl.ds(first, rows), pl.ds(i * TILE, cfg.span * TILE)]
+                        plgpu.wgmma(acc, weights, given.transpose((1, 0)))
+                    plgpu.wgmma_wait(len(accs))  # registers of one left operand, while the next is unpacked
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
 
             lax.fori_loop(0, cfg.steps, one_step, None)
-            return acc[...]
+            return tuple(acc[...] for acc in accs)
 
-        sums = pl.run_scoped(products, plgpu.ACC((TILE, cfg.rows), f32))
+        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
-        here = [(columns, BY_ROW), (pl.ds(unit.row, cfg.rows), BY_COLUMN)]
-        if cfg.splits > 1:  # XLA, which adds the parts up, has the tokens' scales
-            here = here[:1]
-        for axis, (of, (at, layout)) in enumerate(zip(scales, here, strict=False)):
-            factors = plgpu.load(of.at[at], layout=layout, optimized=False)
-            sums = sums * lax.broadcast_in_dim(factors, (TILE, cfg.rows), (axis,))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store_transposed(sums.astype(out.dtype), staged, interpreted=cfg.interpreted)
-        plgpu.commit_smem()
-        to = out.at[unit.split] if cfg.splits > 1 else out
-        plgpu.copy_smem_to_gmem(staged, to.at[pl.ds(unit.row, cfg.rows), columns])
+        for sums, (first, rows) in zip(pl.run_scoped(products, *accs), cfg.parts, strict=True):
+            here = pl.ds(unit.row + first, rows)
+            of = [(columns, BY_ROW), (here, BY_COLUMN)]
+            if cfg.splits > 1:  # XLA, which adds the parts of the depth up, has the tokens' scales
+                of = of[:1]
+            for axis, (held, (at, layout)) in enumerate(zip(scales, of, strict=False)):
+                factors = plgpu.load(held.at[at], layout=layout, optimized=False)
+                sums = sums * lax.broadcast_in_dim(factors, (TILE, rows), (axis,))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rows_s = staged.at[pl.ds(0, rows)]
+            store_transposed(sums.astype(out.dtype), rows_s, interpreted=cfg.interpreted)
+            plgpu.commit_smem()
+            to = out.at[unit.split] if cfg.splits > 1 else out
+            plgpu.copy_smem_to_gmem(rows_s, to.at[here, columns])
 
     lax.fori_loop(0, rounds, one_unit, None)
     plgpu.wait_smem_to_gmem(0)

@@ -8,11 +8,12 @@ from pallas_kernels.fp8_products.packing import BYTES, TILE
 from pallas_kernels.support import num_sms, record_for
 
 LEAST_TOKENS = 8  # of a block; tokens that are no multiple are padded
-MOST_TOKENS = 256  # of a block
+MOST_TOKENS = 256  # of a matrix instruction; a block of more takes two
+WIDEST = 320  # tokens of a block, whose sums are in registers
 SHARED = 228 * 1024  # bytes of an SM's shared memory
 OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
 MOST_SPLIT = 512  # tokens times splits: the sums of parts go through memory in float32
-LARGER_BLOCKS = 1.2  # times as many products a second as blocks half as large, once there are enough of them
+FIXED = 64  # of a unit's time, in tokens, what does not grow with them: blocks of 256 are 1.2 times as fast as of 128
 LEAST_NARROW = 256  # tokens that are worth being made FP8 too
 
 
@@ -29,6 +30,11 @@ class Tuning:
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     num_ctas: int | None = None
 
+    @property
+    def part(self) -> int:
+        """Tokens of a block that a matrix instruction takes, and that are stored at once."""
+        return self.rows if self.rows <= MOST_TOKENS else _rows(self.rows, 2)
+
     def shape(self, across: int, deep: int, size: int = 2) -> tuple[int, int, int, int]:
         """For weights of so many tiles, and tokens of numbers of so many bytes.
 
@@ -38,7 +44,7 @@ class Tuning:
         splits = _divisor(deep, self.splits)
         deep //= splits
         step = _divisor(deep, self.deep)
-        out = wgs * self.rows * TILE * (4 if splits > 1 else 2)
+        out = wgs * self.part * TILE * (4 if splits > 1 else 2)
         of_step = step * (wgs * BYTES + self.rows * TILE * size)
         stages = (SHARED // self.per_sm - OTHER - out) // of_step
         return wgs, splits, step, max(2, min(stages, deep // step + 1))
@@ -48,8 +54,8 @@ class Tuning:
         return num_sms() * self.per_sm if self.num_ctas is None else self.num_ctas
 
 
-# By the tokens of a block, ascending. With few tokens the memory's pace counts: many loads under way, and bytes that become
-# bfloat16 in several warpgroups at once.
+# By the tokens of a whole block, ascending. With few tokens the memory's pace counts: many loads under way, and bytes that
+# become bfloat16 in several warpgroups at once.
 TUNING = {
     "9.0": (
         Tuning(rows=LEAST_TOKENS, per_sm=4),
@@ -77,10 +83,19 @@ def tuning_for(
     """For so many tokens, `narrow` if they are in FP8, and tiles of weights, on the device, by default the first."""
     records = record_for(NARROW if narrow else TUNING, device)
     large, largest = records[-2:]
-    record = next((r for r in records[:-1] if r.rows >= tokens), None)
-    if record is None:  # what takes less time, in rounds of units of work
-        rounds = [-(-_units(r, tokens, across) // r.ctas()) * r.rows for r in (large, largest)]
-        record = large if rounds[0] * LARGER_BLOCKS < rounds[1] else largest
+    small = next((r for r in records[:-1] if r.rows >= tokens), None)
+    if small is not None:
+        record = _even(small, tokens, 1)
+    else:
+        whole, fewer = -(-tokens // largest.rows), tokens // largest.rows
+        choices = [_even(largest, tokens, whole)]
+        if 0 < fewer < whole:  # blocks a little larger, in place of one for the last few tokens
+            wider = _even(largest, tokens, fewer)
+            # Tokens in FP8 come with as many scales as whole blocks have.
+            choices += [wider] if wider.rows <= WIDEST and fewer * wider.rows <= whole * largest.rows else []
+        choices.append(_even(large, tokens, -(-tokens // large.rows)))
+        # What takes less time, in rounds of units of work.
+        record = min(choices, key=lambda r: -(-_units(r, tokens, across) // r.ctas()) * (r.rows + FIXED))
     if narrow:  # splits halve the pace; half as many columns at a time do not
         few = 2 * _units(record, tokens, across) <= record.ctas()
         return dataclasses.replace(record, warpgroups=1) if few else record
@@ -97,6 +112,16 @@ def tuning_for(
 def _units(record: Tuning, tokens: int, across: int) -> int:
     """Units of work without splits."""
     return -(-tokens // record.rows) * (across // _divisor(across, record.warpgroups))
+
+
+def _rows(tokens: int, blocks: int) -> int:
+    """Of each of so many blocks."""
+    return -(-tokens // (blocks * LEAST_TOKENS)) * LEAST_TOKENS
+
+
+def _even(record: Tuning, tokens: int, blocks: int) -> Tuning:
+    """The record, with blocks as even as may be."""
+    return dataclasses.replace(record, rows=_rows(tokens, blocks))
 
 
 def _divisor(number: int, most: int) -> int:

@@ -72,6 +72,8 @@ def test_random_weights_have_the_deviation():
         (9, 192, 384, {"rows": 8, "warpgroups": 3, "splits": 3, "per_sm": 2}),
         (24, 64, 128, {"rows": 64}),
         (24, 128, 256, {"rows": 16, "splits": 2}),
+        (130, 64, 128, {"rows": 72, "deep": 1}),
+        (364, 128, 128, {"rows": 264, "warpgroups": 2, "deep": 1}),
     ],
     ids=[
         "few tokens",
@@ -81,6 +83,8 @@ def test_random_weights_have_the_deviation():
         "split, warpgroups",
         "part of a block",
         "split, part of a block",
+        "odd width",
+        "two parts, one beyond the tokens",
     ],
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
@@ -102,8 +106,18 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (5, 128, 192, {"rows": 8, "deep": 1}),
         (40, 128, 256, {"rows": 32, "warpgroups": 2, "deep": 2}),
         (16, 64, 512, {"rows": 16, "splits": 2, "deep": 4}),
+        (78, 64, 128, {"rows": 40, "deep": 2}),
+        (524, 64, 256, {"rows": 264, "deep": 2}),
+        (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
     ],
-    ids=["a tile at a time", "two", "split, two twice"],
+    ids=[
+        "a tile at a time",
+        "two",
+        "split, two twice",
+        "odd width",
+        "two parts",
+        "two equal parts, a tile at a time",
+    ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
     x = fp8.quantise_tokens_reference(jnp.asarray(RNG.standard_normal((tokens, depth)), jnp.float32))
@@ -134,8 +148,8 @@ def test_tokens_in_fp8_in_the_interpreter(tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(13, {"rows": 8}), (40, {"rows": 16}), (19, {"rows": 8, "splits": 2})],
-    ids=["odd", "part of a block", "split"],
+    [(13, {"rows": 8}), (40, {"rows": 16}), (19, {"rows": 8, "splits": 2}), (523, {"rows": 264})],
+    ids=["odd", "part of a block", "split", "two parts"],
 )
 def test_products_of_what_was_quantised_in_the_interpreter(tokens, options):
     """With no copy between the two kernels, whatever the number of tokens; NaN and infinity stay in their rows."""
@@ -196,7 +210,7 @@ def test_what_is_not_supported():
     tokens=st.integers(1, 9000), across=st.integers(1, 500), deep=st.integers(1, 300), narrow=st.booleans()
 )
 def test_tuning(tokens, across, deep, narrow):
-    """Of every shape: buffers that fit, work that is whole, and parts only where there is too little work."""
+    """Of every shape: buffers that fit, whole work, full blocks, and splits only where there is too little work."""
     (records,) = (NARROW if narrow else TUNING).values()
     size = 1 if narrow else 2
     with mock.patch.multiple(
@@ -206,20 +220,51 @@ def test_tuning(tokens, across, deep, narrow):
         wgs, splits, step, stages = tuning.shape(across, deep, size)
         assert across % wgs == 0 and deep % (splits * step) == 0 and stages >= 2
         assert splits == tuning.splits and (splits == 1 or tokens * splits <= 512)
-        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.rows * 64 * (
+        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.part * 64 * (
             4 if splits > 1 else 2
         )
         assert tuning.per_sm * (buffers + 2048) <= 228 * 1024
-        assert tuning.rows >= min(tokens, 128) and tuning.rows <= max(2 * tokens, records[0].rows)
-        units = -(-tokens // tuning.rows) * (across // wgs)
+        blocks = -(-tokens // tuning.rows)
+        assert tuning.rows % 8 == 0 and min(tokens, 64) <= tuning.rows <= 320
+        assert (
+            tuning.part % 8 == 0
+            and tuning.part <= 256
+            and tuning.part in (tuning.rows, -(-tuning.rows // 16) * 8)
+        )
+        assert blocks * tuning.rows - tokens < 8 + tokens / 8
+        assert blocks * tuning.rows <= -(-tokens // 256) * 256  # as many scales as `quantise_tokens` gives
+        units = blocks * (across // wgs)
         assert splits == 1 or units * splits <= 132 * tuning.per_sm
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [
+        (256, (128, 128, 256, 128)),
+        (300, (152, 104, 304, 104)),
+        (512, (256, 128, 256, 128)),
+        (541, (272, 184, 272, 184)),
+        (1056, (216, 264, 264, 264)),
+        (2048, (256, 256, 256, 256)),
+        (2080, (264, 264, 264, 264)),
+        (2173, (272, 272, 272, 272)),
+        (2304, (256, 256, 256, 256)),
+        (8192, (256, 256, 256, 256)),
+    ],
+)
+def test_blocks_of_a_layer(tokens, rows):
+    """Llama-3.1-8B's with tokens in FP8: 256 or 128 where that leaves none over, else the least time by rounds."""
+    matrices = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    with mock.patch("pallas_kernels.fp8_products.tuning.record_for", lambda *_: NARROW["9.0"]):
+        found = [fp8.tuning_for(tokens, across // 64, deep // 64, narrow=True) for across, deep in matrices]
+    assert tuple(tuning.rows for tuning in found) == rows
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8, 11, 40])
 def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
-        blocks=blocks, rows=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2, num_ctas=7,
+        blocks=blocks, rows=8, part=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2, num_ctas=7,
         narrow=False, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)

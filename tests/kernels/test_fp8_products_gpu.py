@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 ROUNDING = 2.0**-8  # to bfloat16, of the largest result
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 32, 33, 64, 100, 128, 160, 512, 640, 2048, 3000])
+@pytest.mark.parametrize(
+    "tokens", [1, 2, 8, 9, 16, 24, 32, 33, 64, 72, 100, 128, 160, 300, 512, 640, 1056, 2048, 2080, 3000]
+)
 @pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
 def test_products(tokens, depth, columns):
     rng = np.random.default_rng(tokens)
@@ -27,7 +29,7 @@ def test_products(tokens, depth, columns):
     np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 541, 640, 2048, 2080, 3000])
+@pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 541, 640, 1056, 2048, 2080, 2173, 3000])
 @pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
 def test_products_of_tokens_in_fp8(tokens, depth, columns):
     """576 is an odd number of tiles: one at a time."""
@@ -64,8 +66,12 @@ def test_tokens_in_fp8(tokens, depth):
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize(
     "options",
-    [{"rows": 64}, {"rows": 128, "warpgroups": 2}, {"rows": 256, "warpgroups": 2, "deep": 2}, {"rows": 32, "splits": 4}],
-    ids=["64", "128", "256", "split"],
+    [
+        {"rows": 64}, {"rows": 128, "warpgroups": 2}, {"rows": 256, "warpgroups": 2, "deep": 2},
+        {"rows": 32, "splits": 4}, {"rows": 72}, {"rows": 232, "warpgroups": 2, "deep": 2},
+        {"rows": 264, "warpgroups": 2, "deep": 2}, {"rows": 320, "warpgroups": 2},
+    ],
+    ids=["64", "128", "256", "split", "72", "232", "264", "320"],
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [8, 24, 104, 296, 300, 2080])
 def test_part_of_a_block(tokens, options, narrow):
@@ -86,6 +92,20 @@ def test_part_of_a_block(tokens, options, narrow):
         )
         return
     np.testing.assert_array_equal(got, whole)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("tokens", [264, 300, 541, 1056, 1270, 2080, 2173])
+@pytest.mark.parametrize("columns", [768, 6144, 28672])
+def test_width_of_blocks(tokens, columns, narrow):
+    """A token has the same results, bit by bit, in blocks of whatever width the device's record has."""
+    rng = np.random.default_rng(0)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((1024, columns), np.float32)))
+    x = jnp.asarray(rng.standard_normal((tokens, 1024), np.float32), jnp.bfloat16)
+    x = fp8.quantise_tokens(x) if narrow else x
+    plain = fp8.Tuning(rows=256, warpgroups=2, deep=2 if narrow else 1)
+    run = jax.jit(fp8.fp8_products, static_argnames="tuning")
+    np.testing.assert_array_equal(run(x, weights), run(x, weights, tuning=plain))
 
 
 def test_every_code():
