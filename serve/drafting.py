@@ -39,11 +39,11 @@ class Drafting:
             if sequence.lookup is None:
                 sequence.lookup = PromptLookup(*self._limits.lookup)
             sequence.lookup.read(sequence.tokens)
-            under_way = sequence.in_flight
-            guess = sequence.lookup.following(under_way + most)[under_way:]
+            coming = sequence.lookup.coming(sequence.in_flight)
+            guess = sequence.lookup.following(coming + most)[coming:]
             if len(guess):
                 drafts[sequence] = guess
-                sequence.lookup.sent.append(len(sequence.tokens) + under_way)
+                sequence.lookup.sent.append((len(sequence.tokens) + coming, 1 + len(guess)))
         return drafts
 
     def note(self, sequence: Sequence, wrong: int, sampled: int) -> None:

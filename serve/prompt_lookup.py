@@ -16,7 +16,8 @@ class PromptLookup:
         self._least, self._most = least, most
         self._tokens, self._count = np.empty(1024, np.int32), 0
         self._pause, self._resumes = 1, 0
-        self.sent = deque[int]()  # of drafts under way: tokens before them, were all drafts before them right
+        # Of steps with drafts under way: tokens before each, were all drafts before it right, and tokens that it adds then.
+        self.sent = deque[tuple[int, int]]()
 
     @property
     def tokens(self) -> np.ndarray:
@@ -50,12 +51,21 @@ class PromptLookup:
         end = int(whole[-1] if len(whole) else ends[0])
         return known[end + 1 : end + 1 + count]
 
+    def coming(self, under_way: int) -> int:
+        """How many of `under_way` tokens should come: drafts that follow wrong ones will be wrong, all others are right."""
+        at, plain = self._count, under_way
+        for before, count in self.sent:
+            at += count if before == at else 1
+            plain -= count
+        return at - self._count + plain
+
     def note(self, right: int) -> None:
         """So many of the drafts sent first were right: after none come pauses, each twice as long as the one before.
 
         Drafts that were to follow others which turned out wrong say nothing.
         """
-        if self.sent.popleft() != self._count:
+        before, _ = self.sent.popleft()
+        if before != self._count:
             return
         self._pause = 1 if right else min(2 * self._pause, LONGEST_PAUSE)
         self._resumes = 0 if right else self._count + self._pause

@@ -60,7 +60,7 @@ def test_wrong_drafts_bring_pauses_that_grow():
     found, tokens = lookup([1, 2] * 4), [1, 2] * 4
 
     def note(right: int) -> None:
-        found.sent.append(len(tokens))
+        found.sent.append((len(tokens), 3))
         found.note(right)
 
     pauses = []
@@ -84,11 +84,15 @@ def test_wrong_drafts_bring_pauses_that_grow():
 def test_drafts_after_wrong_ones_say_nothing():
     tokens = [1, 2] * 4
     found = lookup(tokens)
-    found.sent.extend([8, 12])  # the second drafts are to follow three drafts and a token
+    found.sent.extend([(8, 4), (12, 4)])  # the second drafts are to follow three drafts and a token
+    assert found.coming(8) == 8
+    assert found.coming(9) == 9  # and a step without drafts
     found.note(right=0)
     found.read([*tokens, 9])
+    assert found.coming(4) == 1  # those of the second step will be wrong
     found.note(right=0)
     assert not found.sent
+    assert found.coming(1) == 1
     found.read([*tokens, 9, 1, 2])
     assert len(found.following(2)) == 2  # after a pause of two tokens, not of four
 
