@@ -92,7 +92,12 @@ FEATURES = {
     ),
     "17 queries": (
         {"num_heads": 34},
-        dict.fromkeys(ATTENTION, "17 query heads per KV head: the kernel takes 1 to 16"),
+        dict.fromkeys(("history", "window"), "17 query heads per KV head: the kernel takes 1 to 16"),
+    ),
+    "33 queries": (
+        {"num_heads": 66},
+        dict.fromkeys(("history", "window"), "33 query heads per KV head: the kernel takes 1 to 16")
+        | {"decode": "33 query heads per KV head: the kernel takes 1 to 32"},
     ),
 }  # fmt: skip
 

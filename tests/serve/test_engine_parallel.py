@@ -9,6 +9,7 @@ from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import ConfigError, ServeConfig
 from serve.buckets import Buckets
 from serve.build import build, build_engine
+from serve.prompt_lookup import PromptLookup
 from serve.speculation import Speculation
 from tangram_jax.profile import BudgetProfile
 from tests.serve.tiny_engine import TinyEngine, ask_all, tokens_of
@@ -75,27 +76,37 @@ def check_engine() -> None:
 
 
 def check_drafts() -> None:
-    """Two devices verify what one says without drafts."""
+    """Two devices verify what one has said without drafts."""
     from unittest import mock
 
     few = Buckets(
         mixed_chunks=(32,), largest_chunk=64, batches=(2,), prompt_logprobs=32, drafts=2, draft_slots=(2,)
     )
-    prompts, said = [tokens_of(7) * 4, tokens_of(30)], []
-    with mock.patch("serve.build.make_buckets", lambda *_, **__: few):
-        for options in (
-            {},
-            {"tensor_parallel_size": 2, "speculation": Speculation(prompt_lookup_min=1)},
-        ):
-            model = LoadedModel(CONFIG, random_params(CONFIG, 0), tiny_tokenizer(), "tiny")
-            config = ServeConfig(**SETTINGS, retention=1.0, heads_per_page=4, **options)
-            built = build_engine(config, model, dtype=jnp.float32)
-            engine = TinyEngine(built.engine, built.engine._runner)
-            built.engine.start()
-            said.append([a.tokens for a in ask_all(engine, prompts, max_tokens=40)])
-            assert bool(built.engine.stats().accepted_tokens_total) == bool(options)
-            built.engine.stop()
-    assert said[0] == said[1]
+    prompts = [tokens_of(28), tokens_of(30)]
+    wholes: list[list[int]] = []
+
+    def following(lookup: PromptLookup, count: int) -> np.ndarray:
+        known = lookup.tokens.tolist()
+        (whole,) = [w for w in wholes if w[: len(known)] == known]
+        return np.array(whole[len(known) : len(known) + count], np.int32)
+
+    def answers(**options) -> list[list[int]]:
+        model = LoadedModel(CONFIG, random_params(CONFIG, 0), tiny_tokenizer(), "tiny")
+        config = ServeConfig(**SETTINGS, retention=1.0, heads_per_page=4, **options)
+        engine = build_engine(config, model, dtype=jnp.float32).engine
+        engine.start()
+        said = [a.tokens for a in ask_all(TinyEngine(engine, engine._runner), prompts, max_tokens=40)]
+        assert bool(engine.stats().accepted_tokens_total) == bool(options)
+        engine.stop()
+        return said
+
+    with (
+        mock.patch("serve.build.make_buckets", lambda *_, **__: few),
+        mock.patch.object(PromptLookup, "following", following),
+    ):
+        said = answers()
+        wholes += [prompt + answer for prompt, answer in zip(prompts, said, strict=True)]
+        assert answers(tensor_parallel_size=2, speculation=Speculation()) == said
 
 
 def test_two_devices_verify_drafts():
