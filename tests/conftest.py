@@ -8,6 +8,8 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 # The interpreter of GPU kernels runs each warpgroup in XLA's thread pool, where one that waits for another holds a thread:
 # with as many threads as cores, three warpgroups on two cores can wait for each other for good.
@@ -29,6 +31,8 @@ import pytest
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+MOST_MAPPINGS = 30_000
+
 # Tracing makes millions of objects, most of which live as long as what they are compiled to.
 gc.set_threshold(10_000)
 
@@ -37,6 +41,19 @@ def pytest_collection_finish() -> None:
     """What is imported by now is not looked through for garbage again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Every program that XLA compiles for a CPU is some mappings of memory, of which a process may have 65,530.
+
+    Beyond them it ends with a segmentation fault. What is forgotten is read again from the cache on disk.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
