@@ -276,7 +276,7 @@ def _check_drafts(drafts: int, model: ModelConfig, stores: Any) -> None:
 
 def _drafting(speculation: Speculation | None, buckets: Buckets) -> dict[str, Any]:
     """Fields of `Limits`."""
-    if not speculation or not buckets.draft_slots:
+    if not speculation:
         return {}
     lookup = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     return {"drafts": buckets.drafts, "drafting": buckets.draft_slots[-1], "lookup": lookup}

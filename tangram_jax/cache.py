@@ -304,11 +304,11 @@ def _copy(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) -> Cache:
-    """Forget the last `count` tokens of `row`: as many as its tail holds, and of the compressed ones as many as every group
-    has whole at its end, min(window, entries of the smallest group).
+    """Forget the last `count` i32[...] tokens of `row` i32[...], one or several.
 
-    The entries go, the pages stay reserved. After reaching into the window, the next chunk must bring the row to at
-    least as many tokens as it had been compressed at.
+    As many as its tail holds, and of the compressed ones as many as every group has whole at its end, min(window, entries of
+    the smallest group). The entries go, the pages stay reserved. After reaching into the window, the next chunk must bring
+    the row to at least as many tokens as it had been compressed at. A number of no row is left out.
     """
     del plan
     return replace(cache, tail=cache.tail.at[row].add(-count))

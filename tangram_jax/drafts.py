@@ -61,7 +61,7 @@ class DraftLayers(Layers):
             self._window_attention = DraftAttention(
                 shape, dtype, pages, self._logits, splits, window=rings.window
             )
-        self.new: list[jax.Array] = []  # qkv of each layer
+        self.new: list[jax.Array] = []  # keys and values of each layer
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None

@@ -44,9 +44,9 @@ def step(
     """Run chunks of one or several rows, a batch of decode tokens, or both, and update the cache.
 
     Returns (logits f32[R, V], cache): the logits after each chunk's last valid token first (with `all_logits` those of
-    all T tokens of each), then those of the B decode tokens; those of an empty chunk or slot mean nothing. The rows'
-    pages must be reserved; no row may be there twice. Raises ValueError on nothing to run, and on `all_logits` of packed
-    chunks.
+    all T tokens of each), then those of the B decode tokens, or with drafts of the B * S, row by row; those of an empty
+    chunk or slot, and of tokens beyond a row's count, mean nothing. The rows' pages must be reserved; no row may be there
+    twice. Raises ValueError on nothing to run, and on `all_logits` of packed chunks.
     """
     if isinstance(chunk, Packed) and all_logits:
         raise ValueError(

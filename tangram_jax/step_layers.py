@@ -67,7 +67,7 @@ class Layers:
         return [layers[i] for i in config.full_layers], [layers[i] for i in config.sliding_layers]
 
     def _append(self, cache: Cache, slots: Slots, new: Sequence[jax.Array]) -> Cache:
-        """The cache with a token in each slot, from `new` of all layers: queries, key and value of each head."""
+        """The cache with a token in each slot, from `new` of all layers: a head's key and value last."""
         full, sliding = self._by_kind(new)
         with jax.named_scope("append"):
             return append(self._plan, cache, slots, full + sliding)

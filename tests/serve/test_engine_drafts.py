@@ -86,12 +86,19 @@ def test_the_same_answers_in_fewer_steps(engine, plain, sampling, monkeypatch):
 
 
 def test_prompt_lookup_finds_what_repeats(engine):
-    prompt = tokens_of(12) * 4
-    answers = ask_all(engine, [prompt, tokens_of(30, 1), tokens_of(12, 2) * 3], max_tokens=70)
-    prompts = [prompt, tokens_of(30, 1), tokens_of(12, 2) * 3]
-    for asked, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == greedy(asked, 70, guess=answer.tokens)
-    assert engine.engine.stats().accepted_tokens_total > 0
+    before = engine.engine.stats().accepted_tokens_total
+    answer, steps = steps_of(engine, tokens_of(12), max_tokens=40, logit_bias={50: 100.0})
+    assert answer.tokens == [50] * 40
+    assert steps < 30
+    assert engine.engine.stats().accepted_tokens_total > before + 10
+
+
+def test_wrong_drafts_change_nothing(engine):
+    prompts = [tokens_of(12) * 4, tokens_of(30, 1), tokens_of(12, 2) * 3]
+    before = engine.engine.stats().draft_tokens_total
+    for prompt, answer in zip(prompts, ask_all(engine, prompts, max_tokens=70), strict=True):
+        assert answer.tokens == greedy(prompt, 70, guess=answer.tokens)
+    assert engine.engine.stats().draft_tokens_total > before
 
 
 def test_a_stop_among_the_drafts_ends_the_answer_and_the_conversation_goes_on(engine, monkeypatch):
@@ -137,6 +144,7 @@ def test_with_windows(kind, config, monkeypatch):
     Oracle(monkeypatch, [(prompt, want.tokens)], wrong_each=5)
     with tiny_engine(kind, drafts=DRAFTS) as tiny:
         got, steps = steps_of(tiny, prompt, max_tokens=90)
+        assert tiny.engine.stats().accepted_tokens_total > 0
     if kind == "gemma2":  # in bytes, tokens of one step see each other exactly: the answer may be another
         assert got.tokens == want.tokens == greedy(prompt, 90, guess=want.tokens, config=config)
         assert steps < 0.8 * all_steps
