@@ -26,7 +26,7 @@ from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-12b")
-TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 2048 + 32, 8192)
 LEAST_BYTES = 256e6  # of the weights that take turns
 TENSOR_CORES = 800.0  # TFLOP/s
 
