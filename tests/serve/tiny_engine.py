@@ -197,12 +197,15 @@ class TinyEngine:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """The engine waits: what is asked meanwhile it finds at once."""
-        gate = threading.Event()
+        gate, held = threading.Event(), threading.Event()
 
         def wait() -> None:
+            held.set()
             gate.wait(60)
 
         self.engine._tell(wait)
+        # Else it might find the first of them in the same round as this, and the others one step later.
+        assert held.wait(60)
         try:
             yield
         finally:
