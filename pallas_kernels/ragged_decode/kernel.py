@@ -3,8 +3,8 @@
 CTA `w` takes share `w` of the plan: an interval of the line of all KV entries of one layer. One warpgroup issues the loads
 of pages (TMA), one computes. Keys are the left operand of the matrix products: S^T = K Q^T and O^T = V^T P^T, so that a tile
 of 64 or more entries fills the instruction's 64 rows and the G queries, of all new tokens of a request, are its columns (8
-to 32 of them), where Q K^T would pad G to 64. Every operand comes from shared memory; or keys and values do not, where they are bytes (`byte_ops`): then they
-become floats on their way into registers, and more than one warpgroup computes.
+to 32 of them), where Q K^T would pad G to 64. Every operand comes from shared memory; or keys and values do not, where they
+are bytes (`byte_ops`): then they become floats on their way into registers, and more than one warpgroup computes.
 
 A share is worked through from its back: the piece that another CTA waits for comes first. It leaves that piece in global
 memory and counts it; the CTA that holds the item's end, or several, wait, fold the item's pieces in order and write the
