@@ -16,6 +16,7 @@ from jax import lax
 
 from models.logits import AttentionLogits
 from models.sinks import with_sinks
+from pallas_kernels.ragged_decode.tokens import by_request, by_token
 from tangram_jax import gpu_attention
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -33,6 +34,12 @@ class Softmax(NamedTuple):
     out: jax.Array  # f32[..., D]
     top: jax.Array  # f32[...]: the largest score so far
     total: jax.Array  # f32[...]
+
+    @classmethod
+    def of_nothing(cls, shape: tuple[int, ...]) -> "Softmax":
+        """Of queries of a shape [..., D], before any score."""
+        zero = jnp.zeros(shape, jnp.float32)
+        return cls(zero, jnp.full(shape[:-1], NEVER, jnp.float32), zero[..., 0])
 
     def add(self, scores: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> "Softmax":
         """Take in scores [..., S] and, through `weigh`, the values under weights of that shape: [..., D]."""
@@ -78,7 +85,7 @@ def _walk(pages: LayerPages, start: Softmax, dtype: Any, scores_of: Callable, we
 
 
 class DecodeAttention:
-    """One query token of each request over its entries and itself, for all layers of one step.
+    """One new token of each request, or several, over its entries and, causally, themselves, for all layers of one step.
 
     On a Hopper GPU the ragged decode kernel, its work planned once for all layers; elsewhere, and for what it does not
     support, XLA operations.
@@ -91,22 +98,27 @@ class DecodeAttention:
         pages: StepPages,
         logits: AttentionLogits,
         splits: np.ndarray | int | None = None,
+        *,
+        tokens: int = 1,
     ) -> None:
-        """q_shape (B, K, G, D). `splits`: parts that the kernel makes of each head, of `CachePlan.splits`."""
+        """q_shape (B * S, K, G, D), where each request has S `tokens`.
+
+        `splits`: parts that the kernel makes of each head, of `CachePlan.splits`.
+        """
         self._kernel = None
         try:
-            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages, logits, splits)
+            self._kernel = gpu_attention.DecodeKernel(q_shape, dtype, pages, logits, splits, tokens=tokens)
             return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu":
                 log.warning("Decode attention runs as XLA operations, several times slower: %s", reason)
-        self._pages, self._logits = pages, logits
+        self._pages, self._logits, self._tokens = pages, logits, tokens
 
     def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         """See `decode_attention`."""
         if self._kernel:
             return self._kernel(layer, qkv, sinks)
-        return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks)
+        return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks, self._tokens)
 
     def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Over the entries alone: see `history_attention`."""
@@ -116,31 +128,40 @@ class DecodeAttention:
 
 
 def decode_attention(
-    qkv: jax.Array, pages: LayerPages, logits: AttentionLogits, sinks: jax.Array | None = None
+    qkv: jax.Array,
+    pages: LayerPages,
+    logits: AttentionLogits,
+    sinks: jax.Array | None = None,
+    tokens: int = 1,
 ) -> jax.Array:
-    """One query token of each request over its entries and itself, as XLA operations.
+    """New tokens of each request over its entries and, causally, themselves, as XLA operations.
 
-    qkv [B, K, G + 2, D]: queries, key and value of the new token (not in the pool yet) -> [B, K, G, D] in float32 or the
-    dtype of qkv. `sinks` [K, G]: see `models.sinks`.
+    qkv [B * S, K, G + 2, D]: queries, key and value of each of S `tokens` (not in the pool yet), those of a request one
+    after another -> [B * S, K, G, D] in float32 or the dtype of qkv. `sinks` [K, G]: see `models.sinks`.
     """
     f32 = jnp.float32
-    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    own = logits(jnp.einsum("bkgd,bkd->bkg", q, k, preferred_element_type=f32))
-    start = Softmax(jnp.broadcast_to(v[:, :, None].astype(f32), q.shape), own, jnp.ones_like(own))
-    return with_sinks(*_walk_all(pages, start, q, logits).result(), sinks)[0]
+    qkv = by_request(qkv, tokens)
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    seen = np.tri(tokens, dtype=bool).repeat(q.shape[3], axis=0)
+    side_by_side = q.reshape(*q.shape[:2], -1, q.shape[4])
+    own = logits(jnp.einsum("bkgd,bktd->bkgt", side_by_side, k, preferred_element_type=f32))
+    start = Softmax.of_nothing(side_by_side.shape).add(
+        jnp.where(seen, own, NEVER), lambda w: jnp.einsum("bkgt,bktd->bkgd", w, v.astype(f32))
+    )
+    out, lse = _walk_all(pages, start, side_by_side, logits).result()
+    out, lse = (by_token(x.reshape(q.shape[:n])) for x, n in ((out, 5), (lse, 4)))
+    return with_sinks(out, lse, sinks)[0]
 
 
 def history_attention(
     q: jax.Array, pages: LayerPages, logits: AttentionLogits
 ) -> tuple[jax.Array, jax.Array]:
-    """Query tokens of each request over its entries alone, as XLA operations.
+    """A query token of each request over its entries alone, as XLA operations.
 
-    q [B, K, G, D], where G may count several tokens' queries -> (out f32[B, K, G, D], natural log-sum-exp f32[B, K, G]).
-    Of a head without entries: finite values, and -inf or nearly so.
+    q [B, K, G, D] -> (out f32[B, K, G, D], natural log-sum-exp f32[B, K, G]). Of a head without entries: finite values, and
+    -inf or nearly so.
     """
-    shape = q.shape[:-1]
-    start = Softmax(jnp.zeros(q.shape, jnp.float32), jnp.full(shape, NEVER), jnp.zeros(shape))
-    state = _walk_all(pages, start, q, logits)
+    state = _walk_all(pages, Softmax.of_nothing(q.shape), q, logits)
     total = jnp.maximum(state.total, jnp.finfo(jnp.float32).tiny)
     return state.out / total[..., None], state.top + jnp.log(total)
 

@@ -18,13 +18,13 @@ from tangram_jax.attention import DecodeAttention
 from tangram_jax.cache import Cache
 from tangram_jax.compress import Slots
 from tangram_jax.gpu_attention import merge
-from tangram_jax.pages import NEVER, StepPages
+from tangram_jax.pages import NEVER
 from tangram_jax.plan import CachePlan
 from tangram_jax.rings import row_rings, visible_pages
-from tangram_jax.step_layers import Layers
+from tangram_jax.step_layers import TokenLayers
 
 
-class DraftLayers(Layers):
+class DraftLayers(TokenLayers):
     """The layers of S new tokens each of several rows."""
 
     def __init__(
@@ -48,99 +48,53 @@ class DraftLayers(Layers):
             (lengths[:, None] + at[:, None]).reshape(batch * size, -1),
             (before[:, None] + at).reshape(-1),
         )
-        shape = (batch, size, *self._heads)
+        shape = (batch * size, *self._heads)
         ctas = max(num_sms() // batch, config.num_kv_heads)
         pages = self._pages(rows, jnp.where(there[:, None], lengths, -1))
-        self._attention = DraftAttention(shape, dtype, pages, self._logits, plan.splits(ctas))
+        splits = plan.splits(ctas)
+        self._attention = DecodeAttention(shape, dtype, pages, self._logits, splits, tokens=size)
         if rings := plan.rings:
             numbers = row_rings(rings, numbers, cache.layout)
             counts = jnp.where(there, before, -1).repeat(size)
             numbers, ahead = numbers.repeat(size, axis=0), np.tile(at, batch)
             pages = visible_pages(rings, cache.pool, numbers, counts, ahead)
             splits = plan.splits(max(ctas // size, config.num_kv_heads), rings=True)
-            self._window_attention = DraftAttention(
-                shape, dtype, pages, self._logits, splits, window=rings.window
-            )
-        self.new: list[jax.Array] = []  # keys and values of each layer
-
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-    ) -> jax.Array:
-        """Attention of q [B * S, K, G, D], k and v [B * S, K, D], a row's tokens one after another: f32[B * S, K, G, D].
-
-        `sinks` [K, G]: see `models.sinks`.
-        """
-        k, v = self._finite(k), self._finite(v)
-        self.new.append(jnp.stack([k, v], axis=2))
-        number = self._window_number(layer)
-        if number is not None:
-            return self._window_attention(number, q, k, v, sinks)
-        return self._attention(self._config.full_layers.index(layer), q, k, v, sinks)
-
-    def append(self, cache: Cache, new: list[jax.Array]) -> Cache:
-        """The cache with all tokens that are there, from `new` of all layers."""
-        return self._append(cache, self._slots, new)
+            history = DecodeAttention(shape, dtype, pages, self._logits, splits)
+            self._window_attention = WindowDraftAttention(history, self._logits, size, rings.window)
 
 
-class DraftAttention:
-    """Several query tokens of each request over its entries and, causally, themselves, for all layers of one step.
+class WindowDraftAttention:
+    """Several new tokens of each request in a sliding window, where each sees other entries, as if of other requests.
 
     The few products of tokens with each other are XLA operations everywhere.
     """
 
-    def __init__(
-        self,
-        q_shape: tuple[int, ...],
-        dtype: Any,
-        pages: StepPages,
-        logits: AttentionLogits,
-        splits: np.ndarray | int | None = None,
-        *,
-        window: int | None = None,
-    ) -> None:
-        """q_shape (B, S, K, G, D); `splits` as for `DecodeAttention`.
+    def __init__(self, history: DecodeAttention, logits: AttentionLogits, tokens: int, window: int) -> None:
+        """`history` of B * S requests."""
+        self._history, self._logits, self._tokens, self._window = history, logits, tokens, window
 
-        In a sliding `window` each token sees other entries: there `pages` are of B * S requests.
-        """
-        batch, self._size, heads, group, head_dim = q_shape
-        self._logits, self._window = logits, window
-        shape = (batch * self._size, heads, group) if window else (batch, heads, self._size * group)
-        self._history = DecodeAttention((*shape, head_dim), dtype, pages, logits, splits)
-
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-    ) -> jax.Array:
-        """See `DraftLayers`."""
-        tokens, heads, group, head_dim = q.shape
-        by_row = [x.reshape(-1, self._size, *x.shape[1:]) for x in (q, k, v)]
-        own_out, own_lse = _among_themselves(by_row[0], by_row[1], by_row[2], self._logits, self._window)
-        if self._window:
-            out, lse = self._history.history(layer, q)
-        else:
-            # A request's tokens side by side, as if they were more queries of each KV head.
-            q = by_row[0].swapaxes(1, 2).reshape(-1, heads, self._size * group, head_dim)
-            out, lse = self._history.history(layer, q)
-            out = out.reshape(-1, heads, self._size, group, head_dim).swapaxes(1, 2)
-            lse = lse.reshape(-1, heads, self._size, group).swapaxes(1, 2)
-        of_tokens = (tokens, heads, group)
-        history = out.reshape(*of_tokens, head_dim), lse.reshape(of_tokens)
-        own = own_out.reshape(*of_tokens, head_dim), own_lse.reshape(of_tokens)
-        return with_sinks(*merge(own, history), sinks)[0]
+    def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+        """See `attention.decode_attention`."""
+        q = qkv[:, :, :-2]
+        own_out, own_lse = _among_themselves(
+            qkv.reshape(-1, self._tokens, *qkv.shape[1:]), self._logits, self._window
+        )
+        own = own_out.reshape(q.shape), own_lse.reshape(q.shape[:-1])
+        return with_sinks(*merge(own, self._history.history(layer, q)), sinks)[0]
 
 
-def _among_themselves(
-    q: jax.Array, k: jax.Array, v: jax.Array, logits: AttentionLogits, window: int | None
-) -> tuple[jax.Array, jax.Array]:
+def _among_themselves(qkv: jax.Array, logits: AttentionLogits, window: int) -> tuple[jax.Array, jax.Array]:
     """A request's tokens over themselves, causally.
 
-    q [B, S, K, G, D], k and v [B, S, K, D] -> (f32[B, S, K, G, D], natural log-sum-exp f32[B, S, K, G]).
+    qkv [B, S, K, G + 2, D] -> (f32[B, S, K, G, D], natural log-sum-exp f32[B, S, K, G]).
     """
-    at = np.arange(q.shape[1])
+    at = np.arange(qkv.shape[1])
     distance = at[:, None] - at
-    seen = (distance >= 0) & (distance < (window or len(at)))
-    q, k, v = (x.astype(jnp.float32) for x in (q, k[:, None, :, :, None], v[:, None, :, :, None]))
+    seen = (distance >= 0) & (distance < window)
+    qkv = qkv.astype(jnp.float32)
+    q, k, v = qkv[:, :, None, :, :-2], qkv[:, None, :, :, -2:-1], qkv[:, None, :, :, -1:]
     # Sums, no matrix products: XLA makes one kernel of them.
-    scores = logits((q[:, :, None] * k).sum(-1))  # [B, S, S, K, G]
+    scores = logits((q * k).sum(-1))  # [B, S, S, K, G]
     scores = jnp.where(seen[:, :, None, None], scores, NEVER)
     lse = jax.nn.logsumexp(scores, axis=2)
     weights = jnp.exp(scores - lse[:, :, None])

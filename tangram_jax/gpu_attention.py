@@ -253,12 +253,17 @@ class DecodeKernel:
         pages: StepPages,
         logits: AttentionLogits,
         splits: np.ndarray | int | None = None,
+        *,
+        tokens: int = 1,
     ) -> None:
-        """q_shape (B, K, G, D). `splits`: i32[L, K] or one number, parts of each head; None: equal shares of all entries."""
+        """q_shape (B * S, K, G, D), where each request has S `tokens`.
+
+        `splits`: i32[L, K] or one number, parts of each head; None: equal shares of all entries.
+        """
         pool, lengths = pages.pool, pages.lengths
         check_one_device(pool)
-        ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype)
-        self._pool, self._logits = pool, logits
+        ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype, tokens=tokens)
+        self._pool, self._logits, self._tokens = pool, logits, tokens
         self._plan = ragged_decode.plan_decode(
             lengths.reshape(lengths.shape[0], -1),
             pages.table,
@@ -274,8 +279,9 @@ class DecodeKernel:
     def __call__(self, layer: int, qkv: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         """See `attention.decode_attention`."""
         out, _ = ragged_decode.ragged_decode(
-            qkv, self._pool, self._plan.layer(layer), sinks=sinks, has_new=True, **self._logits._asdict()
-        )
+            qkv, self._pool, self._plan.layer(layer), sinks=sinks, has_new=True, tokens=self._tokens,
+            **self._logits._asdict(),
+        )  # fmt: skip
         return out
 
     def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """What the layers of one step do beside the model: attention over the cache and themselves, scores, what is to be written.
 
 A chunk and the decode tokens have one object each, made once for all layers of the step. The pool is only read here; the
-writes come at the end of the step (`ChunkLayers.write`, `DecodeLayers.append`).
+writes come at the end of the step (`ChunkLayers.write`, `TokenLayers.append`).
 """
 
 from collections.abc import Sequence
@@ -65,12 +65,6 @@ class Layers:
         """(of the compressed layers, of those with a window), each in order."""
         config = self._config
         return [layers[i] for i in config.full_layers], [layers[i] for i in config.sliding_layers]
-
-    def _append(self, cache: Cache, slots: Slots, new: Sequence[jax.Array]) -> Cache:
-        """The cache with a token in each slot, from `new` of all layers: a head's key and value last."""
-        full, sliding = self._by_kind(new)
-        with jax.named_scope("append"):
-            return append(self._plan, cache, slots, full + sliding)
 
 
 class ChunkLayers(Layers):
@@ -136,7 +130,40 @@ class ChunkLayers(Layers):
         return cache
 
 
-class DecodeLayers(Layers):
+class TokenLayers(Layers):
+    """The layers of one or a few new tokens each of several rows, all of which are appended."""
+
+    _attention: Any  # of the compressed layers, and of those with a window: called with (which of them it is, qkv, sinks)
+    _window_attention: Any
+    _slots: Slots  # of the tokens
+
+    def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
+        super().__init__(plan, config, cache)
+        self.new: list[jax.Array] = []  # qkv of each layer
+
+    def __call__(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Attention of the tokens' q [T, K, G, D], k and v [T, K, D], a row's one after another: [T, K, G, D].
+
+        `sinks` as for `ChunkLayers`.
+        """
+        # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
+        qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
+        self.new.append(qkv)
+        number = self._window_number(layer)
+        if number is not None:
+            return self._window_attention(number, qkv, sinks)
+        return self._attention(self._config.full_layers.index(layer), qkv, sinks)
+
+    def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
+        """The cache with the tokens that are there, from `new` of all layers."""
+        full, sliding = self._by_kind(new)
+        with jax.named_scope("append"):
+            return append(self._plan, cache, self._slots, full + sliding)
+
+
+class DecodeLayers(TokenLayers):
     """The layers of one new token each of several rows."""
 
     def __init__(
@@ -164,20 +191,3 @@ class DecodeLayers(Layers):
             pages = visible_pages(plan.rings, cache.pool, numbers, jnp.where(there[:, 0], tokens + tail, -1))
             splits = plan.splits(ctas, rings=True)
             self._window_attention = DecodeAttention(shape, dtype, pages, self._logits, splits)
-        self.new: list[jax.Array] = []  # qkv of each layer
-
-    def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-    ) -> jax.Array:
-        """Attention of the tokens' q [B, K, G, D], k and v [B, K, D]: [B, K, G, D]. `sinks` as for `ChunkLayers`."""
-        # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
-        qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
-        self.new.append(qkv)
-        number = self._window_number(layer)
-        if number is not None:
-            return self._window_attention(number, qkv, sinks)
-        return self._attention(self._config.full_layers.index(layer), qkv, sinks)
-
-    def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
-        """The cache with the tokens, from `new` of all layers."""
-        return self._append(cache, self._slots, new)

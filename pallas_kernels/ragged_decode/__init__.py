@@ -1,4 +1,4 @@
-"""Ragged paged decode attention: one query token per request over a cache whose every head has its own length."""
+"""Ragged paged decode attention: one or a few tokens per request over a cache whose every head has its own length."""
 
 import jax
 
@@ -31,17 +31,18 @@ def ragged_decode(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     has_new: bool = False,
+    tokens: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one token per request over its cache entries, for all KV heads of one layer.
+    """Attention of one token per request, or a few, over its cache entries, for all KV heads of one layer.
 
     The heads may sit in any groups and columns: `plan` knows where. Order among a head's entries does not matter, so a
     sliding window kept as a ring needs nothing special.
 
     Args:
-      q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D]. They may be of several tokens
-        of a request, side by side, where all see the same entries.
+      q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D], of several tokens
+        [B * S, K, G + 2, D], those of a request one after another.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
         (`pallas_kernels.byte_pages`), which have more rows than P.
       plan: of this layer: `plan_decode(...).layer(index)`.
@@ -50,23 +51,30 @@ def ragged_decode(
       sinks: f32[K, G] logit of an entry without value, one per query head (GPT-OSS).
       has_new: the last two rows of each KV head in `q` are the key and value of the current token, one more entry of every
         head: so that the tokens of all layers can be appended to the cache at once, after the forward.
+      tokens: S new tokens of each request: each sees the entries, the new tokens before it, and itself.
       out_dtype: of the output; q's by default.
       tuning: by default the device's record.
 
     Returns:
-      out [B, K, G, D], and lse f32[B, K, G], the natural log-sum-exp of all logits, sinks and current token included. Of a
-      head with nothing to attend to: 0 and -inf.
+      out [B, K, G, D], and lse f32[B, K, G], the natural log-sum-exp of all logits, sinks and new tokens included; of
+      several tokens [B * S, ...]. Of a head with nothing to attend to: 0 and -inf.
 
     Raises:
       NotImplementedError: naming what no kernel supports; `ragged_decode_reference` takes the same arguments.
+      ValueError: on several tokens without their keys and values.
     """
-    batch, kv_heads, group, head_dim = q.shape
-    check_supported((batch, kv_heads, group - 2 * has_new, head_dim), q.dtype, pool.shape, pool.dtype)
+    if tokens > 1 and not has_new:
+        raise ValueError(
+            f"{tokens} tokens of a request see each other: give their keys and values, with `has_new`"
+        )
+    rows, kv_heads, group, head_dim = q.shape
+    q_shape = rows, kv_heads, group - 2 * has_new, head_dim
+    check_supported(q_shape, q.dtype, pool.shape, pool.dtype, tokens=tokens)
     from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 
     return ragged_decode_mosaic_gpu(
         q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        has_new=has_new, out_dtype=out_dtype, tuning=tuning or tuning_for(),
+        has_new=has_new, tokens=tokens, out_dtype=out_dtype, tuning=tuning or tuning_for(),
     )  # fmt: skip
 
 
@@ -76,11 +84,17 @@ def check_supported(
     pool_shape: tuple[int, ...],
     pool_dtype: jax.typing.DTypeLike,
     *,
+    tokens: int = 1,
     device: jax.Device | None = None,
 ) -> None:
-    """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel: q_shape (B, K, G, D)."""
-    most = max_queries(q_shape[3], pool_dtype)
-    check_attention(q_shape, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=most)
+    """Raises NotImplementedError, naming the feature, where `ragged_decode` has no kernel.
+
+    q_shape (B, K, G, D), or (B * S, K, G, D) of several `tokens`, whose queries count as more of each KV head.
+    """
+    rows, kv_heads, group, head_dim = q_shape
+    by_request = rows // tokens, kv_heads, tokens * group, head_dim
+    most = max_queries(head_dim, pool_dtype)
+    check_attention(by_request, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=most)
 
 
 def max_queries(head_dim: int, pool_dtype: jax.typing.DTypeLike) -> int:

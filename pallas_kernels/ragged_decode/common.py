@@ -19,9 +19,10 @@ LOAD_REGISTERS = 56  # of a thread of the loading warpgroup, where several compu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything static. `queries` is G rounded up to a multiple of 8: the columns of the matrix products."""
+    """Everything static. `queries` is S * G rounded up to a multiple of 8: the columns of the matrix products."""
 
     kv_heads: int
+    tokens: int  # S new tokens of each request
     group: int
     queries: int
     head_dim: int
@@ -42,6 +43,16 @@ class Config:
     fused: bool
     interpreted: bool
     tuning: Tuning
+
+    @property
+    def columns(self) -> int:
+        """That are queries, token by token."""
+        return self.tokens * self.group
+
+    @property
+    def rest_first(self) -> bool:
+        """Whether an item's sums begin with what is in no page: see `rest`."""
+        return self.tokens > 1
 
     @property
     def slice_rows(self) -> int:
@@ -107,10 +118,10 @@ class Refs(NamedTuple):
     item: Any  # i32[L, items + 1, ITEM_COLUMNS]
     sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
-    q: Any  # [items, G, D], or with the current token's key and value [items, G + 2, D]
+    q: Any  # [items, G, D], or with the new token's key and value [items, G + 2, D]; of several [B, S, K, G + 2, D]
     pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, scale rows + P, D]
     sinks: Any  # f32[K, Gp], times log2(e)
-    out: Any  # [items, G, D]
+    out: Any  # [items, G, D]; of several tokens [B, S, K, G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[2 W, D, Gp]: pieces that go on in another share, then those that end an item
     part_lse: Any  # f32[2 W, Gp], in units of log 2

@@ -3,8 +3,9 @@
 The CPU interpreter cannot run them: `mosaic_gpu.py` has a plain path beside each.
 """
 
+import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,14 @@ Dimension = Callable[[ir.Value], ir.Value]
 
 def _same(row: ir.Value) -> ir.Value:
     return row
+
+
+def _query(column: ir.Value, shape: Sequence[int]) -> list[ir.Value]:
+    """The place of a column among queries [G] or, token by token, [S, G]."""
+    if len(shape) == 1:
+        return [column]
+    group = mgpu_utils.c(shape[1], column.type)
+    return [arith.divui(column, group), arith.remui(column, group)]
 
 
 def signal(counter: jax.Ref) -> None:
@@ -72,11 +81,11 @@ def reduce_rows(how: str, x: jax.Array, exchange: jax.Ref) -> jax.Array:
 
 
 def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) -> jax.Array:
-    """[G, D] in global memory to [D, columns] registers (WGMMA layout); columns from G on repeat the last row.
+    """[G, D] or [S, G, D] in global memory to [D, columns] registers (WGMMA layout); columns beyond repeat the last row.
 
     Row r is of dimension(r), see `byte_ops`.
     """
-    group, head_dim = src.shape
+    *queries, head_dim = src.shape
     result = plgpu.ShapeDtypeStruct((head_dim, columns), src.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -84,14 +93,14 @@ def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) ->
         del ctx
         index = ir.IndexType.get()
         element = ir.MemRefType(src.type).element_type
-        most = mgpu_utils.c(group - 1, index)
+        most = mgpu_utils.c(math.prod(queries) - 1, index)
         zero = mgpu.FragmentedArray.splat(
             mgpu_utils.c(0.0, element), (head_dim, columns), layout=mgpu.WGMMA_LAYOUT
         )
 
         def load(_, position):
             d, g = position
-            return memref.load(src, [arith.minui(g, most), dimension(d)])
+            return memref.load(src, [*_query(arith.minui(g, most), queries), dimension(d)])
 
         return zero.foreach(load, create_array=True)
 
@@ -106,25 +115,27 @@ def store_transposed(
     first: jax.Array | None = None,
     layout: Any = plgpu.Layout.WGMMA,
 ) -> None:
-    """Stores [D, Gp] registers to [G, D] in global memory, or rows `first` and on; columns from G on are dropped."""
-    group = dst.shape[-2]
-    dtype = dst.dtype
+    """Stores [D, Gp] registers, or rows `first` and on, to [G, D] or [S, G, D] in global memory.
+
+    Columns beyond are dropped.
+    """
+    queries, dtype = dst.shape[:-1], dst.dtype
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
     def run(ctx, value, dst, first):
         del ctx
         index = ir.IndexType.get()
-        limit = mgpu_utils.c(group, index)
+        limit = mgpu_utils.c(math.prod(queries), index)
         columns = value.shape[1]
         start = arith.index_cast(index, first.registers.item())
 
         def store(element, position):
             d, g = dimension(arith.addi(start, position[0])), position[1]
-            if columns == group:
-                memref.store(element, dst, [g, d])
+            if columns == math.prod(queries):
+                memref.store(element, dst, [*_query(g, queries), d])
                 return
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, g, limit)):
-                memref.store(element, dst, [g, d])
+                memref.store(element, dst, [*_query(g, queries), d])
 
         value.foreach(store)
 

@@ -17,10 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import pieces
-from pallas_kernels.logits import LOG2E, log2_logits
+from pallas_kernels.logits import LOG2E
 from pallas_kernels.pieces import LOW, Sums
-from pallas_kernels.ragged_decode import byte_ops, device_ops
+from pallas_kernels.ragged_decode import device_ops
 from pallas_kernels.ragged_decode.common import BY_QUERY, WGMMA, Config, Item, Refs, f32, i32, spread
+from pallas_kernels.ragged_decode.rest import with_rest
+from pallas_kernels.ragged_decode.rows import store
 
 
 class Cut(NamedTuple):
@@ -127,8 +129,7 @@ def _merge_slice(cfg: Config, refs: Refs, number: Any, cut: Cut, part: Any) -> N
     rounds = lax.div(count + (unroll - 1), i32(unroll))
     acc, m, norm = lax.fori_loop(0, rounds, some, (acc, m, norm))
     out, lse = acc * (1.0 / norm), (m + jnp.log2(norm)) * (1 / LOG2E)
-    dimension = {"dimension": byte_ops.value_dimension(cfg.head_dim)} if cfg.packed else {}
-    device_ops.store_transposed(out, refs.out.at[number], first=at, layout=layout, **dimension)
+    store(cfg, refs, number, out, first=at, layout=layout)
     pl.when(part == 0)(lambda: device_ops.store_first_row(lse, refs.lse.at[number], layout))
 
 
@@ -140,29 +141,6 @@ def _tree(combine: Any, values: list[Any]) -> Any:
     return values[0]
 
 
-def with_rest(cfg: Config, refs: Refs, number: Any, q: Any, new: Any, sums: Sums) -> Sums:
-    """With the sink and the current token, which are no entries of the cache."""
-    shape = (cfg.head_dim, cfg.queries)
-
-    def fold(sums: Sums, logit: Any, value: Any) -> Sums:
-        acc, m, norm = sums
-        top = jnp.maximum(m, logit)
-        fade, weight = jnp.exp2(m - top), jnp.exp2(logit - top)
-        acc = acc * spread(fade, shape)
-        if value is not None:
-            acc = acc + spread(weight, shape) * lax.broadcast_in_dim(value, shape, [0])
-        return acc, top, norm * fade + weight
-
-    if cfg.has_sinks:
-        sink = plgpu.load(refs.sinks.at[lax.rem(number, i32(cfg.kv_heads))], layout=BY_QUERY, optimized=False)
-        sums = fold(sums, sink, None)
-    if cfg.has_new:
-        key, value = new
-        products = (q.astype(f32) * lax.broadcast_in_dim(key, shape, [0])).sum(axis=0)
-        sums = fold(sums, log2_logits(products, cfg.scale, cfg.soft_cap), value)
-    return sums
-
-
 def write(cfg: Config, refs: Refs, number: Any, sums: Sums) -> None:
     """Normalises and writes an item's result."""
     acc, m, norm = sums
@@ -170,9 +148,4 @@ def write(cfg: Config, refs: Refs, number: Any, sums: Sums) -> None:
     inverse = jnp.where(held, 1.0 / norm, 0.0)
     refs.lse.at[number][...] = jnp.where(held, (m + jnp.log2(norm)) * (1 / LOG2E), -jnp.inf)
     out = acc * spread(inverse, acc.shape)
-    if cfg.interpreted:
-        refs.out.at[number][...] = out.T[: cfg.group].astype(refs.out.dtype)
-    elif cfg.packed:
-        device_ops.store_transposed(out, refs.out.at[number], byte_ops.value_dimension(cfg.head_dim))
-    else:
-        device_ops.store_transposed(out, refs.out.at[number])
+    store(cfg, refs, number, out)

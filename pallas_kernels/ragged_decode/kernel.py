@@ -2,9 +2,9 @@
 
 CTA `w` takes share `w` of the plan: an interval of the line of all KV entries of one layer. One warpgroup issues the loads
 of pages (TMA), one computes. Keys are the left operand of the matrix products: S^T = K Q^T and O^T = V^T P^T, so that a tile
-of 64 or more entries fills the instruction's 64 rows and the G queries are its columns (8 to 32 of them), where Q K^T would
-pad G to 64. Every operand comes from shared memory; or keys and values do not, where they are bytes (`byte_ops`): then they
-become floats on their way into registers, and more than one warpgroup computes.
+of 64 or more entries fills the instruction's 64 rows and the G queries, of all new tokens of a request, are its columns (8
+to 32 of them), where Q K^T would pad G to 64. Every operand comes from shared memory; or keys and values do not, where they
+are bytes (`byte_ops`): then they become floats on their way into registers, and more than one warpgroup computes.
 
 A share is worked through from its back: the piece that another CTA waits for comes first. It leaves that piece in global
 memory and counts it; the CTA that holds the item's end, or several, wait, fold the item's pieces in order and write the
@@ -25,7 +25,6 @@ from pallas_kernels.ragged_decode import byte_ops, device_ops, ends
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import (
     BY_QUERY,
-    BY_ROW,
     WGMMA,
     Config,
     Item,
@@ -35,6 +34,8 @@ from pallas_kernels.ragged_decode.common import (
     spread,
 )
 from pallas_kernels.ragged_decode.load import load
+from pallas_kernels.ragged_decode.rest import rest_alone, with_rest
+from pallas_kernels.ragged_decode.rows import read_key, read_queries, read_value
 
 OWN = ("q_s", "p_s", "exchange_s", "spare_s")  # of each computing warpgroup
 REDUCTION_BYTES = 6144
@@ -103,12 +104,20 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
             plgpu.layout_cast(jnp.zeros((cfg.queries,), f32), BY_QUERY),
         )
 
+    def read_new(number: Any) -> Any:
+        """The one new token's key and value, f32[D] each; read early, used when the item ends."""
+        if not cfg.has_new or cfg.rest_first:
+            return None
+        return read_key(cfg, refs, number), read_value(cfg, refs, number)
+
     def empty(n: Any, _: Any) -> Any:
         number = refs.item[layer, cta + n * cfg.num_shares, P.ITEM_EMPTY]
-        q = _read_queries(cfg, refs, number) if cfg.has_new else None
-        ends.write(
-            cfg, refs, number, ends.with_rest(cfg, refs, number, q, _read_new(cfg, refs, number), nothing())
-        )
+        q = read_queries(cfg, refs, number) if cfg.has_new else None
+        if cfg.rest_first:
+            sums = rest_alone(cfg, refs, number, q)
+        else:
+            sums = with_rest(cfg, refs, number, q, read_new(number), nothing())
+        ends.write(cfg, refs, number, sums)
         return ()
 
     rounds = lax.div(jnp.maximum(num_empty - cta, 0) + (cfg.num_shares - 1), i32(cfg.num_shares))
@@ -124,10 +133,10 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
             )
             skip = refs.item[layer, before, P.ITEM_SKIP] if cfg.skips else i32(0)
             base, limit, tiles = item.piece(cfg, start, end)
-            new = _read_new(cfg, refs, item.number)
+            new = read_new(item.number)
             refs.q_s.transpose((1, 0))[...] = q.astype(refs.q_s.dtype)
             plgpu.commit_smem()
-            next_q = _read_queries(cfg, refs, number)
+            next_q = read_queries(cfg, refs, number)
 
             first_tile = lax.rem(turn + (cfg.turns - lax.rem(done, i32(cfg.turns))), i32(cfg.turns))
 
@@ -169,8 +178,14 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 plgpu.barrier_arrive(refs.free.at[v])
                 return acc, m, weights
 
-            acc, m, _ = nothing()
+            acc, m, norm = nothing()
             weights = plgpu.layout_cast(jnp.zeros(tile_shape, f32), WGMMA)
+            if cfg.rest_first:
+                ends_here = (end >= item.stop) & (turn == 0)
+                rest = functools.partial(rest_alone, cfg, refs, item.number, q)
+                acc, m, norm = lax.cond(ends_here, rest, nothing)
+                row = plgpu.broadcasted_iota(i32, tile_shape, 0, layout=WGMMA)
+                weights = jnp.where(row == 0, spread(norm, tile_shape), weights)
             mine = lax.div(jnp.maximum(tiles - first_tile, 0) + (cfg.turns - 1), i32(cfg.turns))
             acc, m, weights = lax.fori_loop(0, mine, one_tile, (acc, m, weights))
             norm = _over_rows(cfg, refs, "add", weights)
@@ -185,7 +200,7 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
                 pl.when(turn == 0)(lambda: end_item(*_take_over(cfg, refs, acc, m, norm)))
             return done + tiles, Item(begin, item.begin, length, number, skip), next_q
 
-        init = (i32(0), Item(begin, stop, length, number, skip), _read_queries(cfg, refs, number))
+        init = (i32(0), Item(begin, stop, length, number, skip), read_queries(cfg, refs, number))
         lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.turns > 1:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.meet.at[cfg.turns + turn]))
@@ -275,29 +290,3 @@ def _steps(cfg: Config, refs: Refs, slot: Any) -> Any:
     if not cfg.packed:
         return None
     return byte_ops.read_steps(refs.kv_s.at[slot], cfg.paged, interpreted=cfg.interpreted)
-
-
-def _read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
-    """The item's queries, transposed: [D, Gp]. Columns from G on hold something finite."""
-    if cfg.interpreted:
-        queries = refs.q.at[number, pl.ds(0, cfg.queries)]
-        return plgpu.layout_cast(queries.transpose((1, 0))[...], WGMMA)
-    rows = refs.q.at[number, pl.ds(0, cfg.group)]
-    if cfg.packed:
-        return device_ops.load_transposed(rows, cfg.queries, byte_ops.key_dimension(cfg.head_dim))
-    return device_ops.load_transposed(rows, cfg.queries)
-
-
-def _read_new(cfg: Config, refs: Refs, number: Any) -> Any:
-    """The current token's key and value, f32[D] each; read early, used when the item ends."""
-    if not cfg.has_new:
-        return None
-    last = refs.q.shape[1]
-    if cfg.packed and not cfg.interpreted:
-        by_key, by_value = byte_ops.key_dimension(cfg.head_dim), byte_ops.value_dimension(cfg.head_dim)
-        key, value = refs.q.at[number, last - 2], refs.q.at[number, last - 1]
-        return byte_ops.load_row(key, by_key), byte_ops.load_row(value, by_value)
-    return tuple(
-        plgpu.load(refs.q.at[number, row], layout=BY_ROW, optimized=False).astype(f32)
-        for row in (last - 2, last - 1)
-    )

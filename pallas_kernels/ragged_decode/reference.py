@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import byte_pages
 from pallas_kernels.ragged_decode.plan import HEAD_COLUMN, HEAD_LENGTH, HEAD_OFFSET, HEAD_SKIP, DecodePlan
+from pallas_kernels.ragged_decode.tokens import by_request, by_token
 
 
 def ragged_decode_reference(
@@ -16,6 +17,7 @@ def ragged_decode_reference(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     has_new: bool = False,
+    tokens: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
     max_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -23,8 +25,11 @@ def ragged_decode_reference(
 
     `max_length` bounds the entries of one head (by default what a row of the table could hold).
     """
-    batch, kv_heads, _, head_dim = q.shape
-    q, new = (q[:, :, :-2], q[:, :, -2:].astype(jnp.float32)) if has_new else (q, None)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    q = by_request(q, tokens)
+    batch, kv_heads, _, held, head_dim = q.shape
+    group = held - 2 * has_new
+    q, new = (x.astype(jnp.float32) for x in (q[..., :group, :], q[..., group:, :]))
     page = byte_pages.page_size(pool)
     heads = plan.of_layer("heads").reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
@@ -39,19 +44,22 @@ def ragged_decode_reference(
     entry = jnp.arange(num_pages * page)
     visible = (entry < length[..., None]) & (entry >= heads[..., HEAD_SKIP, None])
     keys, values = kv[0], jnp.where(visible[..., None], kv[1], 0.0)
-    if new is not None:
-        keys = jnp.concatenate([keys, new[:, :, :1]], axis=2)
-        values = jnp.concatenate([values, new[:, :, 1:]], axis=2)
-        visible = jnp.pad(visible, ((0, 0), (0, 0), (0, 1)), constant_values=True)
-    logits = jnp.einsum("bkgd,bktd->bkgt", q.astype(jnp.float32), keys, precision="highest") * scale
+    visible = jnp.broadcast_to(visible[:, :, None], (batch, kv_heads, tokens, len(entry)))
+    if has_new:
+        keys = jnp.concatenate([keys, new[..., 0, :]], axis=2)
+        values = jnp.concatenate([values, new[..., 1, :]], axis=2)
+        causal = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (batch, kv_heads, tokens, tokens))
+        visible = jnp.concatenate([visible, causal], axis=3)
+    logits = jnp.einsum("bksgd,bktd->bksgt", q, keys, precision="highest") * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
+    logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
     if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], (*logits.shape[:3], 1))
+        sink = sinks.astype(jnp.float32)[None, :, None, :, None]
+        sink = jnp.broadcast_to(sink, (*logits.shape[:4], 1))
         logits = jnp.concatenate([logits, sink], axis=-1)
         values = jnp.pad(values, ((0, 0), (0, 0), (0, 1), (0, 0)))
     lse = jax.nn.logsumexp(logits, axis=-1)
     weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-    out = jnp.einsum("bkgt,bktd->bkgd", weights, values, precision="highest")
-    return out.astype(q.dtype if out_dtype is None else out_dtype), lse
+    out = jnp.einsum("bksgt,bktd->bksgd", weights, values, precision="highest")
+    return by_token(out.astype(out_dtype)), by_token(lse)

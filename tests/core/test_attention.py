@@ -68,6 +68,20 @@ def test_decode(logits, with_sinks):
 
 
 @pytest.mark.parametrize("logits", LOGITS, ids=label)
+def test_decode_of_several_tokens(logits):
+    """Each sees the entries, the new tokens before it, and itself."""
+    pages, held = make_pages([[30, 150], [0, 0], [9, 8]], skip=[0, 0, 5])
+    qkv, sinks = draw(3, 4, K, G + 2, D), draw(K, G)
+    flat = qkv.reshape(12, K, G + 2, D)
+    got = decode_attention(flat, pages, logits, jnp.asarray(sinks), tokens=4).reshape(3, 4, K, G, D)
+    for b, s, k, g in np.ndindex(3, 4, K, G):
+        new = qkv[b, : s + 1, k, -2:].swapaxes(0, 1)
+        keys, values = np.concatenate([held[b][k], new], axis=1)
+        want, _ = attended(qkv[b, s, k, g], keys, values, logits, sinks[k, g])
+        np.testing.assert_allclose(got[b, s, k, g], want, atol=2e-5)
+
+
+@pytest.mark.parametrize("logits", LOGITS, ids=label)
 def test_chunk(logits, monkeypatch):
     monkeypatch.setattr("tangram_jax.attention.QUERY_BLOCK", 8)  # several blocks
     pages, held = make_pages([[13, 150]])

@@ -124,7 +124,7 @@ def interpreted(monkeypatch):
             q, pool, plan, **options, merge="separate", interpret=plgpu.InterpretGPUParams()
         )
 
-    monkeypatch.setattr(ragged_decode, "check_supported", lambda *_: None)
+    monkeypatch.setattr(ragged_decode, "check_supported", lambda *_, **__: None)
     monkeypatch.setattr(ragged_decode, "ragged_decode", run)
     for module in (kernel_plan, step_layers):
         monkeypatch.setattr(module, "num_sms", lambda: 6)

@@ -21,18 +21,20 @@ def ragged_plan(config):
     return tj.CachePlan.build(profile, 2, 64, "layer", sliding=tj.SlidingLayers.of(config, max_tail=64))
 
 
-def steps(config, plan, dtype, size):
-    """Logits of `size` tokens of three rows at once, and one by one; what the tails are after each."""
+def steps(config, plan, dtype, size, prompts=PROMPTS):
+    """Logits of `size` tokens of the rows at once, and one by one; what the tails are after each."""
     jax.clear_caches()
     run = jax.jit(tj.step, static_argnums=(1, 2, 3))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config, 0))
     cache = tj.init_cache(
-        plan, config, num_pages=1024, max_requests=4, max_tokens=1024, max_tail=64, dtype=dtype
+        plan, config, num_pages=4096, max_requests=4, max_tokens=max(1024, *prompts), max_tail=64, dtype=dtype
     )
-    for row, length in enumerate(PROMPTS):
+    for row, length in enumerate(prompts):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(length), np.int32(64))
-        tokens = np.zeros(576, np.int32)
+        tokens = np.zeros(-(-max(*prompts) // 576) * 576, np.int32)
         tokens[:length] = np.random.default_rng(row).integers(8, config.vocab_size, length)
+        if not length:
+            continue
         _, cache = run(
             params, config, plan, SNAPKV, cache, tj.Chunk(np.int32(row), tokens, np.int32(length)), None
         )
@@ -58,6 +60,16 @@ def test_drafts_as_one_by_one(name, size, caplog):
     np.testing.assert_array_equal(tail, other)
     assert np.isfinite(together).all()
     assert relative(together, apart) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize("prompts", [(7488, 0, 70), (0, 0, 0)], ids=str)
+def test_drafts_over_many_pieces_and_without_history(prompts, dtype, caplog):
+    """Of an item that CTAs put together by slices, and of those that have nothing but the tokens themselves."""
+    together, apart, tail, other = steps(CONFIG, uniform_plan(CONFIG, 64), dtype, 4, prompts)
+    assert "Decode attention runs as XLA operations" not in caplog.text
+    np.testing.assert_array_equal(tail, other)
+    assert relative(together, apart) < (0.05 if dtype == jnp.uint8 else 0.03)
 
 
 def test_drafts_in_pages_of_bytes():

@@ -79,6 +79,28 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batches):
     assert not caplog.records  # nothing was left to XLA with a warning
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
+def test_drafts_lower(hopper, caplog, dtype):
+    """Attention is the kernel alone: it reads a row's tokens as the model leaves them, and they see each other in it."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5), 2, 16)
+    params = random_params(CONFIG, 0, dtype=jnp.bfloat16)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
+    )
+
+    def operations(tokens):
+        decode = tj.Decode(np.zeros(8 // tokens.shape[-1], np.int32), tokens)
+        text = lowered(
+            lambda params, cache: tj.step(params, CONFIG, plan, tj.get_scorer("snapkv"), cache, None, decode),
+            params, cache,
+        )  # fmt: skip
+        assert kernels(text) == 2  # attention, appending
+        return [text.count(f"stablehlo.{name} ") for name in ("exponential", "log", "log_plus_one", "tanh")]
+
+    assert operations(np.zeros((2, 4), np.int32)) == operations(np.zeros((8, 1), np.int32))
+    assert not caplog.records
+
+
 def test_packed_chunks_lower(hopper, caplog):
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5), 2, 16)
     params = random_params(CONFIG, 0, dtype=jnp.bfloat16)

@@ -11,14 +11,14 @@ from pallas_kernels import byte_pages
 
 @dataclasses.dataclass
 class Case:
-    q: Any  # [B, K, G, D], with has_new [B, K, G + 2, D]
+    q: Any  # [B, K, G, D], with has_new [B, K, G + 2, D], of several tokens [B * S, K, G + 2, D]
     pool: Any
     table: Any
     lengths: np.ndarray  # [B, K]
     first: np.ndarray  # [K]
     column: np.ndarray  # [K]
     scale: float
-    options: dict[str, Any]  # soft_cap, sinks, has_new
+    options: dict[str, Any]  # soft_cap, sinks, has_new, tokens
     skip: np.ndarray | None = None  # i32[B] entries of every head that are out of sight
 
     @property
@@ -33,27 +33,31 @@ class Case:
         return self.pool
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """Dense attention in float64, head by head."""
+        """Dense attention in float64, head by head and token by token."""
         q, pool = np.asarray(self.q, np.float64), np.asarray(self.entries, np.float64)
-        new = np.zeros((*q.shape[:2], 0, 2, q.shape[3]))
+        new, tokens = np.zeros((len(q), q.shape[1], 0, q.shape[3])), self.options.get("tokens", 1)
         if self.options.get("has_new"):
-            q, new = q[:, :, :-2], q[:, :, None, -2:]
-        batch, kv_heads, group, head_dim = q.shape
+            q, new = q[:, :, :-2], q[:, :, -2:]
+        rows, kv_heads, group, head_dim = q.shape
         page = pool.shape[3]
-        out = np.zeros((batch, kv_heads, group, head_dim))
-        lse = np.full((batch, kv_heads, group), -np.inf)
-        for b in range(batch):
+        out = np.zeros((rows, kv_heads, group, head_dim))
+        lse = np.full((rows, kv_heads, group), -np.inf)
+        for row in range(rows):
             for k in range(kv_heads):
+                b, own = row // tokens, slice(row - row % tokens, row + 1)
                 n = max(int(self.lengths[b, k]), 0)
                 skip = 0 if self.skip is None else self.skip[b]
                 pages = np.asarray(self.table)[b, self.first[k] : self.first[k] + -(-n // page)]
                 keys, values = (
                     np.concatenate(
-                        [pool[pages, x, self.column[k]].reshape(-1, head_dim)[skip:n], new[b, k, :, x]]
+                        [
+                            pool[pages, x, self.column[k]].reshape(-1, head_dim)[skip:n],
+                            new[own, k, x : x + 1].reshape(-1, head_dim),
+                        ]
                     )
                     for x in range(2)
                 )
-                logits = q[b, k] @ keys.T * self.scale
+                logits = q[row, k] @ keys.T * self.scale
                 if (cap := self.options.get("soft_cap")) is not None:
                     logits = cap * np.tanh(logits / cap)
                 if self.options.get("sinks") is not None:
@@ -64,8 +68,8 @@ class Case:
                 if logits.shape[1]:
                     top = logits.max(axis=1, keepdims=True)
                     weights = np.exp(logits - top)
-                    out[b, k] = weights @ values / weights.sum(axis=1, keepdims=True)
-                    lse[b, k] = np.log(weights.sum(axis=1)) + top[:, 0]
+                    out[row, k] = weights @ values / weights.sum(axis=1, keepdims=True)
+                    lse[row, k] = np.log(weights.sum(axis=1)) + top[:, 0]
         return out, lse
 
 
@@ -80,6 +84,7 @@ def make_case(
     soft_cap: float | None = None,
     sinks: bool = False,
     new: bool = False,
+    tokens: int = 1,
     skip: Any = None,
     seed: int = 0,
     packed: bool = False,
@@ -87,7 +92,7 @@ def make_case(
     """Groups as `cluster="model"` makes them: heads of a layer lie in groups shared with other layers' heads.
 
     Heads k and k + 1 with equal lengths for all requests share a group (and a page); every group has room in the flat row
-    for its longest request, and pages come in random order.
+    for its longest request, and pages come in random order. Several `tokens` come with their keys and values.
     """
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths, np.int32)
@@ -121,10 +126,12 @@ def make_case(
         options["soft_cap"] = soft_cap
     if sinks:
         options["sinks"] = jnp.asarray(rng.normal(size=(kv_heads, group)).astype(np.float32))
-    if new:
+    if new := new or tokens > 1:
         options["has_new"] = True
+    if tokens > 1:
+        options["tokens"] = tokens
     return Case(
-        q=draw(batch, kv_heads, group + 2 * new, head_dim),
+        q=draw(batch * tokens, kv_heads, group + 2 * new, head_dim),
         pool=pool,
         table=jnp.asarray(table),
         lengths=lengths,

@@ -19,6 +19,7 @@ OPTIONS = [
     {"sinks": True},
     {"new": True},
     {"soft_cap": 20.0, "sinks": True, "new": True},
+    {"soft_cap": 20.0, "sinks": True, "tokens": 3},
 ]
 
 
@@ -211,6 +212,40 @@ def test_byte_pages_in_the_interpreter(shape):
     check_interpreted(make_case([[300, 129], [64, 65]], packed=True, **shape), num_shares=3)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ([[300, 129], [64, 65]], {"tokens": 2, "group": 3, "sinks": True}),
+        ([[70, 0, 130], [0, 0, 0], [33, 1, 33]], {"tokens": 4, "soft_cap": 20.0}),
+        ([[700, 9]], {"tokens": 8, "group": 1, "head_dim": 64, "sinks": True}),
+        ([[300, 129], [0, 65]], {"tokens": 4, "group": 2, "head_dim": 256, "page_size": 64}),
+        ([[300, 129], [0, 65]], {"tokens": 8, "head_dim": 64, "dtype": jnp.float16}),
+        ([[300, 0], [64, 65]], {"tokens": 4, "group": 2, "page_size": 64, "packed": True}),
+        ([[300, 129], [64, 65]], {"tokens": 3, "group": 4, "head_dim": 256, "packed": True, "sinks": True}),
+        ([[300, 129], [64, 65]], {"tokens": 3, "head_dim": 64, "skip": [5, 15]}),
+    ],
+    ids=str,
+)
+def test_several_tokens_in_the_interpreter(lengths, shape):
+    """Items that shares cut and whole ones, some without entries, queries that are no multiple of 8."""
+    check_interpreted(make_case(lengths, **shape), num_shares=3)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["float16", "bytes"])
+def test_new_tokens_of_far_more_weight_in_the_interpreter(packed):
+    """Some 2^40 times that of an entry, but no value: the output is that of the entries, weighed in float16."""
+    case = make_case([[300, 64]], tokens=2, group=2, head_dim=64, dtype=jnp.float16, packed=packed)
+    case.q = case.q.at[:, :, :2, 0].set(8).at[:, :, 2, 0].set(28).at[:, :, 3].set(0)
+    assert case.expected()[1].min() > 24
+    check_interpreted(case, num_shares=3)
+
+
+def test_several_tokens_need_their_keys_and_values():
+    case = make_case([[30, 64]], tokens=2)
+    with pytest.raises(ValueError, match="has_new"):
+        rd.ragged_decode(case.q, case.pool, plan_of(case), scale=0.1, tokens=2)
+
+
 @pytest.mark.parametrize("page_size", [32, 128])
 def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     """One share, so that every slot has been full before; pages a quarter, a half, three quarters and wholly full."""
@@ -272,12 +307,15 @@ def test_unsupported_features_are_named():
     for q_shape, pool_shape, dtype, words in [
         ((1, 1, 4, 80), (9, 2, 1, 16, 80), "bfloat16", "head dimension 80"),
         ((1, 1, 33, 64), pool, "bfloat16", "33 query heads"),
+        ((9, 1, 11, 64), pool, "bfloat16", "33 query heads"),
         ((1, 1, 4, 64), (9, 2, 1, 8, 64), "bfloat16", "page size 8"),
         ((1, 1, 4, 64), pool, "float32", "float32"),
         ((1, 1, 4, 64), pool, "bfloat16", "platform cpu"),
     ]:
         with pytest.raises(NotImplementedError, match=words):
-            rd.check_supported(q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype))
+            rd.check_supported(
+                q_shape, jnp.dtype(dtype), pool_shape, jnp.dtype(dtype), tokens=max(q_shape[0] // 3, 1)
+            )
 
 
 @pytest.mark.parametrize(("num_shares", "slices"), [(9, 0), (132, 8), (133, 0)])
@@ -321,6 +359,9 @@ def test_layers_share_one_kernel_text():
         (64, 8, 64, {"sinks": True, "new": True}),  # GPT-OSS
         (256, 2, 64, {"new": True, "skip": [5, 0]}),  # Gemma 3
         (256, 16, 64, {"packed": True, "new": True}),
+        (64, 8, 64, {"sinks": True, "tokens": 4}),
+        (256, 2, 64, {"tokens": 8}),
+        (128, 3, 16, {"packed": True, "tokens": 5, "soft_cap": 20.0, "skip": [5, 0]}),
     ],
     ids=str,
 )

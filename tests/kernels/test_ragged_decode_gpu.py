@@ -94,6 +94,58 @@ def test_many_pieces(head_dim, group, packed):
     check(case, splits=33)
 
 
+# Tokens, query heads of a KV head, head dimension: all that fills 32 queries or leaves columns empty.
+TOKENS = [(2, 4, 128), (4, 4, 128), (8, 4, 128), (3, 5, 128), (4, 1, 64), (4, 8, 64), (8, 4, 64), (16, 2, 64),
+          (4, 2, 256), (8, 2, 256), (8, 4, 256)]  # fmt: skip
+
+
+def case_of_tokens(lengths, tokens, group, head_dim, packed, **how) -> Case:
+    """As many of the tokens as byte pages take."""
+    if packed:
+        tokens = min(tokens, rd.max_queries(head_dim, jnp.uint8) // group)
+    return make_case(lengths, tokens=tokens, group=group, head_dim=head_dim, packed=packed, **how)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize(("tokens", "group", "head_dim"), TOKENS, ids=str)
+def test_several_tokens(tokens, group, head_dim, packed):
+    """Whole items, cut ones, and those of a request without entries."""
+    case = case_of_tokens(SKEWED, tokens, group, head_dim, packed, page_size=64)
+    check(case)
+    check(case, num_shares=2)
+    check(case, splits=4)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize(("tokens", "group", "head_dim"), TOKENS, ids=str)
+def test_several_tokens_over_many_pieces(tokens, group, head_dim, packed):
+    case = case_of_tokens([[9000, 2500, 40, 3000]], tokens, group, head_dim, packed, page_size=64, sinks=True)
+    check(case)
+    check(case, num_shares=40)
+    check(case, splits=33)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["16 bits", "bytes"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("options", [*OPTIONS[1:3], {"soft_cap": 20.0, "sinks": True}], ids=str)
+def test_several_tokens_options(options, dtype, packed):
+    check(make_case(SKEWED, tokens=4, dtype=dtype, packed=packed, **options))
+    check(make_case(SKEWED, tokens=4, dtype=dtype, packed=packed, skip=[0, 15, 0, 0], **options))
+
+
+def test_several_tokens_as_the_reference():
+    """Both in bfloat16, and requests one after another."""
+    case = make_case([[300, 65, 65, 0], [0, 0, 0, 0], [64, 2000, 2000, 1]], tokens=4, page_size=64)
+    out, lse = run(case, out_dtype=None)
+    want, want_lse = rd.ragged_decode_reference(
+        case.q, case.pool, plan_of(case), scale=case.scale, **case.options
+    )
+    assert out.dtype == want.dtype == jnp.bfloat16
+    assert out.shape == want.shape == (12, 4, 4, 128)
+    assert relative_error(out, np.asarray(want, np.float64)) < 6e-3
+    np.testing.assert_allclose(lse, want_lse, atol=2e-3)
+
+
 def test_borders_of_the_caller():
     """Of units of 32 entries: heads hold 32, 12, 12, 0 of the first request, 3, 63, 63, 5, none, and 1, 2, 2, 157."""
     borders = jnp.asarray([[0, 1, 32, 32, 58, 130, 190, 195, 200, 340, 351, 352]])
