@@ -9,10 +9,13 @@ by XLA, with what follows.
 The last block may have fewer tokens: copies fill what lies beyond an array with zeros, and write nothing there. Only tokens
 that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
 those of a larger block meet each left operand in two parts, with sums of their own.
+
+In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,12 +41,15 @@ class _Config:
     blocks: int  # of tokens
     rows: int  # of a block
     part: int  # of them, that a matrix instruction takes
+    stored: int  # of these at once
     columns: int  # of the weights, as many as a CTA takes at once
     warpgroups: int  # computing ones, a tile's columns each
     splits: int  # of the depth
     steps: int  # of a unit
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
+    turns: bool  # of two left operands
+    early: bool  # scales before the last sums
     num_ctas: int
     narrow: bool  # tokens in FP8 too
     interpreted: bool
@@ -59,11 +65,16 @@ class _Config:
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(First row, rows) of a block's."""
-        return [(first, min(self.part, self.rows - first)) for first in range(0, self.rows, self.part)]
+        return _pieces(self.rows, self.part)
 
     @property
     def units(self) -> int:
         return self.blocks * self.columns * self.splits
+
+
+def _pieces(rows: int, most: int) -> list[tuple[int, int]]:
+    """(First row, rows) of each."""
+    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
 
 
 class _Unit:
@@ -133,9 +144,10 @@ def _call(
     across, deep = codes.shape[:2]
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
     cfg = _Config(
-        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, columns=across // wgs, warpgroups=wgs,
-        splits=splits, steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
-        narrow=bool(of_tokens), interpreted=interpret is not None,
+        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
+        columns=across // wgs, warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
+        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.early,
+        num_ctas=tuning.ctas(), narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
     out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, dtype)
@@ -193,7 +205,7 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
             (cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(row, row * dtype.itemsize)
         ),
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
-        plgpu.SMEM((wgs, cfg.part, TILE), out.dtype, transforms=tiled(out_width)),
+        plgpu.SMEM((wgs, cfg.stored, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
         *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
@@ -250,9 +262,12 @@ def _compute(
     def one_unit(n: Any, nothing: Any) -> None:
         unit = _Unit(cfg, n)
 
+        def slot_of(j: Any) -> Any:
+            return lax.rem(n * cfg.steps + j, i32(cfg.stages))
+
         def products(*accs: Any) -> Any:
             def one_step(j: Any, nothing: Any) -> None:
-                slot = lax.rem(n * cfg.steps + j, i32(cfg.stages))
+                slot = slot_of(j)
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(0, cfg.deep_step, cfg.span):
                     codes = codes_s.at[slot, wg, pl.ds(i, cfg.span)]
@@ -261,28 +276,51 @@ def _compute(
                         given = x_s.at[slot, pl.ds(first, rows), pl.ds(i * TILE, cfg.span * TILE)]
                         plgpu.wgmma(acc, weights, given.transpose((1, 0)))
                     plgpu.wgmma_wait(len(accs))  # registers of one left operand, while the next is unpacked
+                    if cfg.turns and i == 0:  # what the step before has issued is done only now
+                        plgpu.barrier_arrive(free.at[slot_of(j - 1)], predicate=j > 0)
+                if not cfg.turns:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
+
+            # In turns an even number of left operands has registers of its own in each round.
+            at_once = 2 if cfg.turns and cfg.deep_step // cfg.span % 2 else 1
+
+            def one_round(k: Any, nothing: Any) -> None:
+                for j in range(at_once):
+                    one_step(k * at_once + j, None)
+
+            lax.fori_loop(0, cfg.steps // at_once, one_round, None)
+            if cfg.steps % at_once:
+                one_step(i32(cfg.steps - 1), None)
+            early = [list(factors_of(*part)) for part in cfg.parts] if cfg.early else []
+            if cfg.turns:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
+            return [acc[...] for acc in accs], early
 
-            lax.fori_loop(0, cfg.steps, one_step, None)
-            return tuple(acc[...] for acc in accs)
-
-        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
-        for sums, (first, rows) in zip(pl.run_scoped(products, *accs), cfg.parts, strict=True):
-            here = pl.ds(unit.row + first, rows)
-            of = [(columns, BY_ROW), (here, BY_COLUMN)]
+
+        def factors_of(first: int, rows: int) -> Iterator[jax.Array]:
+            of = [(columns, BY_ROW), (pl.ds(unit.row + first, rows), BY_COLUMN)]
             if cfg.splits > 1:  # XLA, which adds the parts of the depth up, has the tokens' scales
                 of = of[:1]
-            for axis, (held, (at, layout)) in enumerate(zip(scales, of, strict=False)):
-                factors = plgpu.load(held.at[at], layout=layout, optimized=False)
+            for held, (at, layout) in zip(scales, of, strict=False):
+                yield plgpu.load(held.at[at], layout=layout, optimized=False)
+
+        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
+        found, early = pl.run_scoped(products, *accs)
+        for number, (sums, (first, rows)) in enumerate(zip(found, cfg.parts, strict=True)):
+            for axis, factors in enumerate(early[number] if early else factors_of(first, rows)):
                 sums = sums * lax.broadcast_in_dim(factors, (TILE, rows), (axis,))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rows_s = staged.at[pl.ds(0, rows)]
-            store_transposed(sums.astype(out.dtype), rows_s, interpreted=cfg.interpreted)
-            plgpu.commit_smem()
-            to = out.at[unit.split] if cfg.splits > 1 else out
-            plgpu.copy_smem_to_gmem(rows_s, to.at[here, columns])
+            results = sums.astype(out.dtype)
+            for offset, stored in _pieces(rows, cfg.stored):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rows_s = staged.at[pl.ds(0, stored)]
+                some = results[:, offset : offset + stored]
+                store_transposed(some, rows_s, interpreted=cfg.interpreted)
+                plgpu.commit_smem()
+                to = out.at[unit.split] if cfg.splits > 1 else out
+                plgpu.copy_smem_to_gmem(rows_s, to.at[pl.ds(unit.row + first + offset, stored), columns])
 
     lax.fori_loop(0, rounds, one_unit, None)
     plgpu.wait_smem_to_gmem(0)
