@@ -10,7 +10,8 @@ The last block may have fewer tokens: copies fill what lies beyond an array with
 that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
 those of a larger block meet each left operand in two parts, with sums of their own.
 
-In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before.
+In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before. The CTAs
+of a cluster take the same tokens: each loads a part of them for all, so that less comes from the L2.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ class _Config:
     rows: int  # of a block
     part: int  # of them, that a matrix instruction takes
     stored: int  # of these at once
-    columns: int  # of the weights, as many as a CTA takes at once
+    columns: int  # of the weights, as many as a cluster takes at once
     warpgroups: int  # computing ones, a tile's columns each
     splits: int  # of the depth
     steps: int  # of a unit
@@ -50,7 +51,8 @@ class _Config:
     stages: int  # steps under way
     turns: bool  # of two left operands
     early: bool  # scales before the last sums
-    num_ctas: int
+    cluster: int  # CTAs of it
+    num_clusters: int
     narrow: bool  # tokens in FP8 too
     interpreted: bool
 
@@ -81,7 +83,7 @@ class _Unit:
     """The n-th unit of a CTA."""
 
     def __init__(self, cfg: _Config, n: Any) -> None:
-        number = n * cfg.num_ctas + lax.axis_index("cta")
+        number = n * cfg.num_clusters + lax.axis_index("cluster")
         # Those under way at a time have few blocks and few columns between them, so that the L2 holds what they read.
         band = lax.div(number, i32(BAND * cfg.columns * cfg.splits)) * BAND
         within = number - band * (cfg.columns * cfg.splits)
@@ -89,6 +91,8 @@ class _Unit:
         rest = lax.div(within, blocks)
         block = band + within - rest * blocks
         self.column = lax.div(rest, i32(cfg.splits)) * cfg.warpgroups
+        if cfg.cluster > 1:
+            self.column = self.column * cfg.cluster + lax.axis_index("cta") * cfg.warpgroups
         self.split = lax.rem(rest, i32(cfg.splits))
         self.row = pl.multiple_of(block * cfg.rows, cfg.rows)
         self.first = self.split * cfg.steps * cfg.deep_step
@@ -143,11 +147,12 @@ def _call(
     """
     across, deep = codes.shape[:2]
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
+    cluster = tuning.together(across)
     cfg = _Config(
         blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
-        columns=across // wgs, warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
-        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.early,
-        num_ctas=tuning.ctas(), narrow=bool(of_tokens), interpreted=interpret is not None,
+        columns=across // (wgs * cluster), warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
+        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.early, cluster=cluster,
+        num_clusters=tuning.ctas() // cluster, narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
     out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, dtype)
@@ -155,11 +160,15 @@ def _call(
     def fp8_products(*refs: Any) -> None:  # the name that profiles show
         _kernel(cfg, x.dtype, *refs)
 
+    clusters: dict[str, Any] = (
+        {"cluster": (cfg.cluster,), "cluster_names": ("cta",)} if cfg.cluster > 1 else {}
+    )
     kernel = plgpu.kernel(
         fp8_products,
         out_type=out,
-        grid=(cfg.num_ctas,),
-        grid_names=("cta",),
+        grid=(cfg.num_clusters,),
+        grid_names=("cluster",),
+        **clusters,
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -174,7 +183,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
 
     def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
         wg = lax.axis_index("wg")
-        rounds = lax.div(cfg.units - lax.axis_index("cta") + (cfg.num_ctas - 1), i32(cfg.num_ctas))
+        rounds = lax.div(
+            cfg.units - lax.axis_index("cluster") + (cfg.num_clusters - 1), i32(cfg.num_clusters)
+        )
 
         # A block of many tokens has its sums in more registers than each warpgroup gets by default. More than all threads
         # get together would be waited for for ever.
@@ -198,6 +209,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row)  # type: ignore[abstract]
 
     row = cfg.span * TILE
+    free: Any = plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages)
+    if cfg.cluster > 1:  # a slot is free where all that load into it are told so
+        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=wgs, num_barriers=cfg.stages)
     out_width = 32 if cfg.splits > 1 else TILE
     pl.run_scoped(
         body,
@@ -207,7 +221,7 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
         plgpu.SMEM((wgs, cfg.stored, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
-        plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
+        free,
         *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
@@ -234,12 +248,16 @@ def _load(
                 held = codes.at[unit.column + wg, pl.ds(deep, cfg.deep_step)]
                 plgpu.copy_gmem_to_smem(held, codes_s.at[slot, wg], full.at[slot])
             at = pl.ds(pl.multiple_of(deep * TILE, TILE), cfg.deep_step * TILE)
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot],
+                collective_axes="cta" if cfg.cluster > 1 else None,
+            )  # fmt: skip
 
         lax.fori_loop(0, cfg.steps, one_step, None)
 
     lax.fori_loop(0, rounds, one_unit, None)
-    if cfg.interpreted:  # it wants every completion of a barrier to be seen
+    # Others of a cluster may still tell this CTA; the interpreter wants every completion of a barrier to be seen.
+    if cfg.cluster > 1 or cfg.interpreted:
         for slot in range(cfg.stages):
             pl.when(rounds * cfg.steps > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
 

@@ -1,6 +1,7 @@
 """Tuning of the products with FP8 weights, frozen records for each generation of GPUs, by compute capability."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -32,6 +33,9 @@ class Tuning:
     stores: int = 1  # of an accumulator's results, one after another through the same shared memory
     early: bool = False  # scales are loaded while the last matrix instructions run
     turns: bool = False  # left operands take turns: one is made while the matrix instructions of another run
+    cluster: int = (
+        1  # CTAs that take the same tokens, each loading a part for all; as many as divide columns and rows
+    )
     num_ctas: int | None = None
 
     @property
@@ -43,6 +47,12 @@ class Tuning:
     def stored(self) -> int:
         """Tokens that are stored at once."""
         return _rows(self.part, self.stores)
+
+    def together(self, across: int) -> int:
+        """CTAs of a cluster, for weights of so many tiles across."""
+        return _divisor(
+            math.gcd(across // _divisor(across, self.warpgroups), self.rows // LEAST_TOKENS), self.cluster
+        )
 
     def shape(self, across: int, deep: int, size: int = 2) -> tuple[int, int, int, int]:
         """For weights of so many tiles, and tokens of numbers of so many bytes.

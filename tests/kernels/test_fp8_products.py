@@ -77,6 +77,7 @@ def test_random_weights_have_the_deviation():
         (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1, "turns": True}),
         (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3, "accumulators": 2, "turns": True}),
         (24, 64, 64, {"rows": 24, "stores": 2, "turns": True, "early": True}),
+        (24, 384, 192, {"rows": 16, "warpgroups": 3, "deep": 1, "turns": True, "cluster": 2}),
     ],
     ids=[
         "few tokens",
@@ -91,6 +92,7 @@ def test_random_weights_have_the_deviation():
         "in turns",
         "two accumulators, in turns, split",
         "one step, stored in two goes",
+        "clusters, in turns",
     ],
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
@@ -120,6 +122,9 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (130, 64, 512, {"rows": 128, "deep": 4, "accumulators": 2, "turns": True}),
         (264, 64, 256, {"rows": 264, "deep": 2, "turns": True}),
         (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2, "turns": True, "early": True}),
+        (36, 256, 256, {"rows": 32, "deep": 2, "cluster": 2}),
+        (40, 320, 384, {"rows": 40, "deep": 2, "cluster": 4}),
+        (80, 256, 384, {"rows": 48, "deep": 2, "turns": True, "early": True, "stores": 2, "cluster": 2}),
     ],
     ids=[
         "a tile at a time",
@@ -133,6 +138,9 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         "two accumulators, in turns within a step",
         "two parts, in turns",
         "split, in turns",
+        "clusters",
+        "no clusters, for rows and columns that are odd",
+        "clusters, in turns",
     ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
@@ -281,7 +289,7 @@ def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
         blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2,
-        turns=False, early=False, num_ctas=7, narrow=False, interpreted=False,
+        turns=False, early=False, cluster=1, num_clusters=7, narrow=False, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):

@@ -103,8 +103,9 @@ def test_part_of_a_block(tokens, options, narrow):
     "options",
     [
         {"accumulators": 2}, {"stores": 2}, {"turns": True}, {"turns": True, "stores": 2, "early": True},
+        {"cluster": 2}, {"turns": True, "accumulators": 2, "cluster": 2}, {"turns": True, "stores": 4, "cluster": 2},
     ],
-    ids=["accumulators", "stores", "turns", "early"],
+    ids=["accumulators", "stores", "turns", "early", "cluster", "cluster, accumulators", "cluster, stores"],
 )  # fmt: skip
 def test_ways_of_a_block(rows, depth, options, narrow):
     """The same results, bit by bit, however many steps and units a CTA has."""
