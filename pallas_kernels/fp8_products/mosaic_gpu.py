@@ -50,7 +50,7 @@ class _Config:
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
     turns: bool  # of two left operands
-    early: bool  # scales before the last sums
+    early: bool  # scales of the first part before the last sums
     cluster: int  # CTAs of it
     num_clusters: int
     narrow: bool  # tokens in FP8 too
@@ -151,7 +151,7 @@ def _call(
     cfg = _Config(
         blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
         columns=across // (wgs * cluster), warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
-        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.early, cluster=cluster,
+        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.soon, cluster=cluster,
         num_clusters=tuning.ctas() // cluster, narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
@@ -310,7 +310,7 @@ def _compute(
             lax.fori_loop(0, cfg.steps // at_once, one_round, None)
             if cfg.steps % at_once:
                 one_step(i32(cfg.steps - 1), None)
-            early = [list(factors_of(*part)) for part in cfg.parts] if cfg.early else []
+            early = list(factors_of(*cfg.parts[0])) if cfg.early else []
             if cfg.turns:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
@@ -327,8 +327,8 @@ def _compute(
 
         accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
         found, early = pl.run_scoped(products, *accs)
-        for number, (sums, (first, rows)) in enumerate(zip(found, cfg.parts, strict=True)):
-            for axis, factors in enumerate(early[number] if early else factors_of(first, rows)):
+        for sums, (first, rows) in zip(found, cfg.parts, strict=True):
+            for axis, factors in enumerate(early if early and first == 0 else factors_of(first, rows)):
                 sums = sums * lax.broadcast_in_dim(factors, (TILE, rows), (axis,))
             results = sums.astype(out.dtype)
             for offset, stored in _pieces(rows, cfg.stored):

@@ -31,7 +31,7 @@ class Tuning:
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     accumulators: int = 1  # of a block's tokens, at least; more than a matrix instruction takes have two
     stores: int = 1  # of an accumulator's results, one after another through the same shared memory
-    early: bool = False  # scales are loaded while the last matrix instructions run
+    early: bool = False  # an accumulator's scales are loaded while the last matrix instructions run
     turns: bool = False  # left operands take turns: one is made while the matrix instructions of another run
     cluster: int = (
         1  # CTAs that take the same tokens, each loading a part for all; as many as divide columns and rows
@@ -47,6 +47,11 @@ class Tuning:
     def stored(self) -> int:
         """Tokens that are stored at once."""
         return _rows(self.part, self.stores)
+
+    @property
+    def soon(self) -> bool:
+        """Whether scales are loaded early: larger blocks have no registers for that."""
+        return self.early and self.rows <= MOST_TOKENS
 
     def together(self, across: int) -> int:
         """CTAs of a cluster, for weights of so many tiles across."""
