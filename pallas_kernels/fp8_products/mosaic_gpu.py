@@ -9,10 +9,14 @@ by XLA, with what follows.
 The last block may have fewer tokens: copies fill what lies beyond an array with zeros, and write nothing there. Only tokens
 that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
 those of a larger block meet each left operand in two parts, with sums of their own.
+
+In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before. The CTAs
+of a cluster take the same tokens: each loads a part of them for all, so that less comes from the L2.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,13 +42,17 @@ class _Config:
     blocks: int  # of tokens
     rows: int  # of a block
     part: int  # of them, that a matrix instruction takes
-    columns: int  # of the weights, as many as a CTA takes at once
+    stored: int  # of these at once
+    columns: int  # of the weights, as many as a cluster takes at once
     warpgroups: int  # computing ones, a tile's columns each
     splits: int  # of the depth
     steps: int  # of a unit
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
-    num_ctas: int
+    turns: bool  # of two left operands
+    early: bool  # scales of the first part before the last sums
+    cluster: int  # CTAs of it
+    num_clusters: int
     narrow: bool  # tokens in FP8 too
     interpreted: bool
 
@@ -59,18 +67,23 @@ class _Config:
     @property
     def parts(self) -> list[tuple[int, int]]:
         """(First row, rows) of a block's."""
-        return [(first, min(self.part, self.rows - first)) for first in range(0, self.rows, self.part)]
+        return _pieces(self.rows, self.part)
 
     @property
     def units(self) -> int:
         return self.blocks * self.columns * self.splits
 
 
+def _pieces(rows: int, most: int) -> list[tuple[int, int]]:
+    """(First row, rows) of each."""
+    return [(first, min(most, rows - first)) for first in range(0, rows, most)]
+
+
 class _Unit:
     """The n-th unit of a CTA."""
 
     def __init__(self, cfg: _Config, n: Any) -> None:
-        number = n * cfg.num_ctas + lax.axis_index("cta")
+        number = n * cfg.num_clusters + lax.axis_index("cluster")
         # Those under way at a time have few blocks and few columns between them, so that the L2 holds what they read.
         band = lax.div(number, i32(BAND * cfg.columns * cfg.splits)) * BAND
         within = number - band * (cfg.columns * cfg.splits)
@@ -78,6 +91,8 @@ class _Unit:
         rest = lax.div(within, blocks)
         block = band + within - rest * blocks
         self.column = lax.div(rest, i32(cfg.splits)) * cfg.warpgroups
+        if cfg.cluster > 1:
+            self.column = self.column * cfg.cluster + lax.axis_index("cta") * cfg.warpgroups
         self.split = lax.rem(rest, i32(cfg.splits))
         self.row = pl.multiple_of(block * cfg.rows, cfg.rows)
         self.first = self.split * cfg.steps * cfg.deep_step
@@ -132,10 +147,12 @@ def _call(
     """
     across, deep = codes.shape[:2]
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
+    cluster = tuning.together(across)
     cfg = _Config(
-        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, columns=across // wgs, warpgroups=wgs,
-        splits=splits, steps=deep // splits // deep_step, deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(),
-        narrow=bool(of_tokens), interpreted=interpret is not None,
+        blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
+        columns=across // (wgs * cluster), warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
+        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.soon, cluster=cluster,
+        num_clusters=tuning.ctas() // cluster, narrow=bool(of_tokens), interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across * TILE)
     out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, dtype)
@@ -143,11 +160,15 @@ def _call(
     def fp8_products(*refs: Any) -> None:  # the name that profiles show
         _kernel(cfg, x.dtype, *refs)
 
+    clusters: dict[str, Any] = (
+        {"cluster": (cfg.cluster,), "cluster_names": ("cta",)} if cfg.cluster > 1 else {}
+    )
     kernel = plgpu.kernel(
         fp8_products,
         out_type=out,
-        grid=(cfg.num_ctas,),
-        grid_names=("cta",),
+        grid=(cfg.num_clusters,),
+        grid_names=("cluster",),
+        **clusters,
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -162,7 +183,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
 
     def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
         wg = lax.axis_index("wg")
-        rounds = lax.div(cfg.units - lax.axis_index("cta") + (cfg.num_ctas - 1), i32(cfg.num_ctas))
+        rounds = lax.div(
+            cfg.units - lax.axis_index("cluster") + (cfg.num_clusters - 1), i32(cfg.num_clusters)
+        )
 
         # A block of many tokens has its sums in more registers than each warpgroup gets by default. More than all threads
         # get together would be waited for for ever.
@@ -186,6 +209,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row)  # type: ignore[abstract]
 
     row = cfg.span * TILE
+    free: Any = plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages)
+    if cfg.cluster > 1:  # a slot is free where all that load into it are told so
+        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=wgs, num_barriers=cfg.stages)
     out_width = 32 if cfg.splits > 1 else TILE
     pl.run_scoped(
         body,
@@ -193,9 +219,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
             (cfg.stages, cfg.rows, cfg.deep_step * TILE), dtype, transforms=tiled(row, row * dtype.itemsize)
         ),
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
-        plgpu.SMEM((wgs, cfg.part, TILE), out.dtype, transforms=tiled(out_width)),
+        plgpu.SMEM((wgs, cfg.stored, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
-        plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
+        free,
         *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
@@ -222,12 +248,16 @@ def _load(
                 held = codes.at[unit.column + wg, pl.ds(deep, cfg.deep_step)]
                 plgpu.copy_gmem_to_smem(held, codes_s.at[slot, wg], full.at[slot])
             at = pl.ds(pl.multiple_of(deep * TILE, TILE), cfg.deep_step * TILE)
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot],
+                collective_axes="cta" if cfg.cluster > 1 else None,
+            )  # fmt: skip
 
         lax.fori_loop(0, cfg.steps, one_step, None)
 
     lax.fori_loop(0, rounds, one_unit, None)
-    if cfg.interpreted:  # it wants every completion of a barrier to be seen
+    # Others of a cluster may still tell this CTA; the interpreter wants every completion of a barrier to be seen.
+    if cfg.cluster > 1 or cfg.interpreted:
         for slot in range(cfg.stages):
             pl.when(rounds * cfg.steps > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
 
@@ -250,9 +280,12 @@ def _compute(
     def one_unit(n: Any, nothing: Any) -> None:
         unit = _Unit(cfg, n)
 
+        def slot_of(j: Any) -> Any:
+            return lax.rem(n * cfg.steps + j, i32(cfg.stages))
+
         def products(*accs: Any) -> Any:
             def one_step(j: Any, nothing: Any) -> None:
-                slot = lax.rem(n * cfg.steps + j, i32(cfg.stages))
+                slot = slot_of(j)
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(0, cfg.deep_step, cfg.span):
                     codes = codes_s.at[slot, wg, pl.ds(i, cfg.span)]
@@ -261,28 +294,51 @@ def _compute(
                         given = x_s.at[slot, pl.ds(first, rows), pl.ds(i * TILE, cfg.span * TILE)]
                         plgpu.wgmma(acc, weights, given.transpose((1, 0)))
                     plgpu.wgmma_wait(len(accs))  # registers of one left operand, while the next is unpacked
+                    if cfg.turns and i == 0:  # what the step before has issued is done only now
+                        plgpu.barrier_arrive(free.at[slot_of(j - 1)], predicate=j > 0)
+                if not cfg.turns:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
+
+            # In turns an even number of left operands has registers of its own in each round.
+            at_once = 2 if cfg.turns and cfg.deep_step // cfg.span % 2 else 1
+
+            def one_round(k: Any, nothing: Any) -> None:
+                for j in range(at_once):
+                    one_step(k * at_once + j, None)
+
+            lax.fori_loop(0, cfg.steps // at_once, one_round, None)
+            if cfg.steps % at_once:
+                one_step(i32(cfg.steps - 1), None)
+            early = list(factors_of(*cfg.parts[0])) if cfg.early else []
+            if cfg.turns:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+                plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
+            return [acc[...] for acc in accs], early
 
-            lax.fori_loop(0, cfg.steps, one_step, None)
-            return tuple(acc[...] for acc in accs)
-
-        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
         columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
-        for sums, (first, rows) in zip(pl.run_scoped(products, *accs), cfg.parts, strict=True):
-            here = pl.ds(unit.row + first, rows)
-            of = [(columns, BY_ROW), (here, BY_COLUMN)]
+
+        def factors_of(first: int, rows: int) -> Iterator[jax.Array]:
+            of = [(columns, BY_ROW), (pl.ds(unit.row + first, rows), BY_COLUMN)]
             if cfg.splits > 1:  # XLA, which adds the parts of the depth up, has the tokens' scales
                 of = of[:1]
-            for axis, (held, (at, layout)) in enumerate(zip(scales, of, strict=False)):
-                factors = plgpu.load(held.at[at], layout=layout, optimized=False)
+            for held, (at, layout) in zip(scales, of, strict=False):
+                yield plgpu.load(held.at[at], layout=layout, optimized=False)
+
+        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
+        found, early = pl.run_scoped(products, *accs)
+        for sums, (first, rows) in zip(found, cfg.parts, strict=True):
+            for axis, factors in enumerate(early if early and first == 0 else factors_of(first, rows)):
                 sums = sums * lax.broadcast_in_dim(factors, (TILE, rows), (axis,))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rows_s = staged.at[pl.ds(0, rows)]
-            store_transposed(sums.astype(out.dtype), rows_s, interpreted=cfg.interpreted)
-            plgpu.commit_smem()
-            to = out.at[unit.split] if cfg.splits > 1 else out
-            plgpu.copy_smem_to_gmem(rows_s, to.at[here, columns])
+            results = sums.astype(out.dtype)
+            for offset, stored in _pieces(rows, cfg.stored):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rows_s = staged.at[pl.ds(0, stored)]
+                some = results[:, offset : offset + stored]
+                store_transposed(some, rows_s, interpreted=cfg.interpreted)
+                plgpu.commit_smem()
+                to = out.at[unit.split] if cfg.splits > 1 else out
+                plgpu.copy_smem_to_gmem(rows_s, to.at[pl.ds(unit.row + first + offset, stored), columns])
 
     lax.fori_loop(0, rounds, one_unit, None)
     plgpu.wait_smem_to_gmem(0)

@@ -1,6 +1,7 @@
 """Tuning of the products with FP8 weights, frozen records for each generation of GPUs, by compute capability."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -28,12 +29,35 @@ class Tuning:
     per_sm: int = 1  # CTAs of an SM
     splits: int = 1  # of the depth, each a unit of work of its own; as many as divide the depth
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
+    accumulators: int = 1  # of a block's tokens, at least; more than a matrix instruction takes have two
+    stores: int = 1  # of an accumulator's results, one after another through the same shared memory
+    early: bool = False  # an accumulator's scales are loaded while the last matrix instructions run
+    turns: bool = False  # left operands take turns: one is made while the matrix instructions of another run
+    cluster: int = (
+        1  # CTAs that take the same tokens, each loading a part for all; as many as divide columns and rows
+    )
     num_ctas: int | None = None
 
     @property
     def part(self) -> int:
-        """Tokens of a block that a matrix instruction takes, and that are stored at once."""
-        return self.rows if self.rows <= MOST_TOKENS else _rows(self.rows, 2)
+        """Tokens of a block that a matrix instruction takes."""
+        return _rows(self.rows, max(self.accumulators, -(-self.rows // MOST_TOKENS)))
+
+    @property
+    def stored(self) -> int:
+        """Tokens that are stored at once."""
+        return _rows(self.part, self.stores)
+
+    @property
+    def soon(self) -> bool:
+        """Whether scales are loaded early: larger blocks have no registers for that."""
+        return self.early and self.rows <= MOST_TOKENS
+
+    def together(self, across: int) -> int:
+        """CTAs of a cluster, for weights of so many tiles across."""
+        return _divisor(
+            math.gcd(across // _divisor(across, self.warpgroups), self.rows // LEAST_TOKENS), self.cluster
+        )
 
     def shape(self, across: int, deep: int, size: int = 2) -> tuple[int, int, int, int]:
         """For weights of so many tiles, and tokens of numbers of so many bytes.
@@ -44,7 +68,7 @@ class Tuning:
         splits = _divisor(deep, self.splits)
         deep //= splits
         step = _divisor(deep, self.deep)
-        out = wgs * self.part * TILE * (4 if splits > 1 else 2)
+        out = wgs * self.stored * TILE * (4 if splits > 1 else 2)
         of_step = step * (wgs * BYTES + self.rows * TILE * size)
         stages = (SHARED // self.per_sm - OTHER - out) // of_step
         return wgs, splits, step, max(2, min(stages, deep // step + 1))

@@ -74,6 +74,10 @@ def test_random_weights_have_the_deviation():
         (24, 128, 256, {"rows": 16, "splits": 2}),
         (130, 64, 128, {"rows": 72, "deep": 1}),
         (364, 128, 128, {"rows": 264, "warpgroups": 2, "deep": 1}),
+        (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1, "turns": True}),
+        (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3, "accumulators": 2, "turns": True}),
+        (24, 64, 64, {"rows": 24, "stores": 2, "turns": True, "early": True}),
+        (24, 384, 192, {"rows": 16, "warpgroups": 3, "deep": 1, "turns": True, "cluster": 2}),
     ],
     ids=[
         "few tokens",
@@ -85,6 +89,10 @@ def test_random_weights_have_the_deviation():
         "split, part of a block",
         "odd width",
         "two parts, one beyond the tokens",
+        "in turns",
+        "two accumulators, in turns, split",
+        "one step, stored in two goes",
+        "clusters, in turns",
     ],
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
@@ -109,6 +117,14 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (78, 64, 128, {"rows": 40, "deep": 2}),
         (524, 64, 256, {"rows": 264, "deep": 2}),
         (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
+        (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2, "turns": True}),
+        (70, 64, 384, {"rows": 40, "deep": 2, "turns": True, "stores": 2}),
+        (130, 64, 512, {"rows": 128, "deep": 4, "accumulators": 2, "turns": True}),
+        (264, 64, 256, {"rows": 264, "deep": 2, "turns": True}),
+        (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2, "turns": True, "early": True}),
+        (36, 256, 256, {"rows": 32, "deep": 2, "cluster": 2}),
+        (40, 320, 384, {"rows": 40, "deep": 2, "cluster": 4}),
+        (80, 256, 384, {"rows": 48, "deep": 2, "turns": True, "early": True, "stores": 2, "cluster": 2}),
     ],
     ids=[
         "a tile at a time",
@@ -117,6 +133,14 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         "odd width",
         "two parts",
         "two equal parts, a tile at a time",
+        "in turns",
+        "in turns, an odd number of steps, stored in two goes",
+        "two accumulators, in turns within a step",
+        "two parts, in turns",
+        "split, in turns",
+        "clusters",
+        "no clusters, for rows and columns that are odd",
+        "clusters, in turns",
     ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
@@ -220,7 +244,7 @@ def test_tuning(tokens, across, deep, narrow):
         wgs, splits, step, stages = tuning.shape(across, deep, size)
         assert across % wgs == 0 and deep % (splits * step) == 0 and stages >= 2
         assert splits == tuning.splits and (splits == 1 or tokens * splits <= 512)
-        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.part * 64 * (
+        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.stored * 64 * (
             4 if splits > 1 else 2
         )
         assert tuning.per_sm * (buffers + 2048) <= 228 * 1024
@@ -264,8 +288,8 @@ def test_blocks_of_a_layer(tokens, rows):
 def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
-        blocks=blocks, rows=8, part=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2, num_ctas=7,
-        narrow=False, interpreted=False,
+        blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2,
+        turns=False, early=False, cluster=1, num_clusters=7, narrow=False, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):

@@ -1,5 +1,7 @@
 """The kernel for FP8 weights on a GPU, against the reference."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,30 @@ def test_part_of_a_block(tokens, options, narrow):
         )
         return
     np.testing.assert_array_equal(got, whole)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("rows", [128, 240, 256, 272])
+@pytest.mark.parametrize("depth", [128, 1152, 4096])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulators": 2}, {"stores": 2}, {"turns": True}, {"turns": True, "stores": 2, "early": True},
+        {"cluster": 2}, {"turns": True, "accumulators": 2, "cluster": 2}, {"turns": True, "stores": 4, "cluster": 2},
+    ],
+    ids=["accumulators", "stores", "turns", "early", "cluster", "cluster, accumulators", "cluster, stores"],
+)  # fmt: skip
+def test_ways_of_a_block(rows, depth, options, narrow):
+    """The same results, bit by bit, however many steps and units a CTA has."""
+    rng = np.random.default_rng(0)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((depth, 6144), np.float32)))
+    x = jnp.asarray(rng.standard_normal((1100, depth), np.float32), jnp.bfloat16)
+    x = fp8.quantise_tokens(x) if narrow else x
+    plain = fp8.Tuning(rows=rows, warpgroups=2, deep=2 if narrow else 1)
+    run = jax.jit(fp8.fp8_products, static_argnames="tuning")
+    want = run(x, weights, tuning=plain)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(x, weights, tuning=dataclasses.replace(plain, **options)), want)
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
