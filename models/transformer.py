@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import product
+from models.products import gated_product, product
 from models.rope import rope_tables, rotate
 
 
@@ -121,15 +121,8 @@ def _after_attention(
 
 
 def _mlp(layer_params: Params, h: Array, config: ModelConfig) -> Array:
-    gate_up = product(h, layer_params["gate_up"], (2, config.intermediate_size), config)
-    gated = _gate(gate_up[:, 0], config) * gate_up[:, 1]
+    gated = gated_product(h, layer_params["gate_up"], config)
     return product(gated, layer_params["down"], (h.shape[1],), config)
-
-
-def _gate(x: Array, config: ModelConfig) -> Array:
-    if config.gelu:  # in float32, as torch computes it whatever the dtype
-        return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-    return jax.nn.silu(x)
 
 
 def forward(

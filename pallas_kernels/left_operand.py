@@ -94,5 +94,16 @@ def store_transposed(value: jax.Array, dst: Any, *, interpreted: bool) -> None:
     if interpreted:
         dst[...] = value.T
         return
-    value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-    dst.transpose((1, 0))[...] = value
+    dst.transpose((1, 0))[...] = in_transposed(value, interpreted=False)
+
+
+def load_transposed(src: Any, *, interpreted: bool) -> jax.Array:
+    """[rows, columns] in shared memory as [columns, rows] registers, as `in_transposed` has them."""
+    if interpreted:
+        return src[...].T
+    return plgpu.load(src.transpose((1, 0)), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def in_transposed(value: jax.Array, *, interpreted: bool) -> jax.Array:
+    """[columns, rows] in the registers that `store_transposed` stores from."""
+    return value if interpreted else plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import support
+from pallas_kernels.fp8_products.gates import Gate, in_halves
 from pallas_kernels.fp8_products.packing import TILE, Fp8Weights, pack, packed_shape, quantise, random, unpack
 from pallas_kernels.fp8_products.reference import fp8_products_reference
 from pallas_kernels.fp8_products.tokens import Fp8Tokens, quantise_tokens_reference
@@ -20,6 +21,7 @@ __all__ = [
     "TILE",
     "Fp8Tokens",
     "Fp8Weights",
+    "Gate",
     "Tuning",
     "check_supported",
     "fp8_products",
@@ -57,12 +59,18 @@ def quantise_tokens(x: jax.Array, *, interpret: Any = None) -> Fp8Tokens:
 
 
 def fp8_products(
-    x: jax.Array | Fp8Tokens, weights: Fp8Weights, *, tuning: Tuning | None = None, interpret: Any = None
+    x: jax.Array | Fp8Tokens,
+    weights: Fp8Weights,
+    *,
+    gate: Gate | None = None,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """Tokens x bf16[T, depth], or in FP8, times weights [depth, columns]: bf16[T, columns], from sums in float32.
 
     The sums of codes times codes are the tensor cores', which keep fewer bits of each step (0.2 to 0.3% of a result).
 
+    `gate`: the first half of the columns, rounded to bfloat16, are gates of the others: bf16[T, columns / 2].
     `tuning`: by default the device's record for so many tokens.
 
     Raises NotImplementedError for what `check_supported` says; `fp8_products_reference` takes the same arguments.
@@ -74,4 +82,6 @@ def fp8_products(
     if interpret is None:
         check_supported(dtype)
     tuning = tuning or tuning_for(tokens, *weights.codes.shape[:2], narrow=narrow)
-    return fp8_products_mosaic_gpu(x, weights, tuning=tuning, interpret=interpret)
+    if gate and not tuning.gates(weights.codes.shape[0]):
+        return in_halves(fp8_products_mosaic_gpu(x, weights, tuning=tuning, interpret=interpret), gate)
+    return fp8_products_mosaic_gpu(x, weights, tuning=tuning, gate=gate, interpret=interpret)

@@ -10,13 +10,14 @@ The last block may have fewer tokens: copies fill what lies beyond an array with
 that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
 those of a larger block meet each left operand in two parts, with sums of their own.
 
-In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before. The CTAs
-of a cluster take the same tokens: each loads a part of them for all, so that less comes from the L2.
+In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before.
+
+Of a gated product one warpgroup of two has a tile of gates, the other that of what they let through. Each finishes half of
+the tokens, with what the other one leaves in shared memory.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,10 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products import device_ops
+from pallas_kernels.fp8_products.gates import Gate, gated
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
 from pallas_kernels.fp8_products.tokens import Fp8Tokens
 from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, Tuning
-from pallas_kernels.left_operand import store_transposed
+from pallas_kernels.left_operand import in_transposed, load_transposed, store_transposed
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
@@ -43,17 +45,16 @@ class _Config:
     rows: int  # of a block
     part: int  # of them, that a matrix instruction takes
     stored: int  # of these at once
-    columns: int  # of the weights, as many as a cluster takes at once
+    columns: int  # of the weights, as many as a CTA takes at once
     warpgroups: int  # computing ones, a tile's columns each
     splits: int  # of the depth
     steps: int  # of a unit
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
     turns: bool  # of two left operands
-    early: bool  # scales of the first part before the last sums
-    cluster: int  # CTAs of it
-    num_clusters: int
+    num_ctas: int
     narrow: bool  # tokens in FP8 too
+    gate: Gate | None
     interpreted: bool
 
     @property
@@ -83,19 +84,22 @@ class _Unit:
     """The n-th unit of a CTA."""
 
     def __init__(self, cfg: _Config, n: Any) -> None:
-        number = n * cfg.num_clusters + lax.axis_index("cluster")
+        number = n * cfg.num_ctas + lax.axis_index("cta")
         # Those under way at a time have few blocks and few columns between them, so that the L2 holds what they read.
         band = lax.div(number, i32(BAND * cfg.columns * cfg.splits)) * BAND
         within = number - band * (cfg.columns * cfg.splits)
         blocks = jnp.minimum(cfg.blocks - band, BAND)
         rest = lax.div(within, blocks)
         block = band + within - rest * blocks
-        self.column = lax.div(rest, i32(cfg.splits)) * cfg.warpgroups
-        if cfg.cluster > 1:
-            self.column = self.column * cfg.cluster + lax.axis_index("cta") * cfg.warpgroups
+        self.column = lax.div(rest, i32(cfg.splits)) * (1 if cfg.gate else cfg.warpgroups)
         self.split = lax.rem(rest, i32(cfg.splits))
         self.row = pl.multiple_of(block * cfg.rows, cfg.rows)
         self.first = self.split * cfg.steps * cfg.deep_step
+        self.apart = cfg.columns if cfg.gate else 1  # tiles of columns between those of two warpgroups
+
+    def tile(self, wg: Any) -> Any:
+        """Of the weights, a warpgroup's."""
+        return self.column + wg * self.apart
 
 
 def fp8_products_mosaic_gpu(
@@ -103,6 +107,7 @@ def fp8_products_mosaic_gpu(
     weights: Fp8Weights,
     *,
     tuning: Tuning,
+    gate: Gate | None = None,
     dtype: Any = jnp.bfloat16,
     interpret: Any = None,
 ) -> jax.Array:
@@ -118,8 +123,8 @@ def fp8_products_mosaic_gpu(
         blocks = -(-len(values) // tuning.rows)
         of_tokens = (x.scales if len(x.scales) >= blocks * tuning.rows else _padded(x.scales, tuning.rows),)
     out = _call(
-        values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, interpret=interpret
-    )
+        values, weights.codes, weights.scales, *of_tokens, dtype=dtype, tuning=tuning, gate=gate, interpret=interpret
+    )  # fmt: skip
     if out.ndim == 3:
         out = out.sum(0) * (of_tokens[0][: len(values), None] if of_tokens else 1)
     return out[:tokens].astype(dtype)
@@ -131,7 +136,7 @@ def _padded(x: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1))) if more else x
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "tuning", "gate", "interpret"))
 def _call(
     x: jax.Array,
     codes: jax.Array,
@@ -139,6 +144,7 @@ def _call(
     *of_tokens: jax.Array,
     dtype: Any,
     tuning: Tuning,
+    gate: Gate | None,
     interpret: Any,
 ) -> jax.Array:
     """[tokens, columns] in `dtype`, or f32[splits, tokens, columns] to be summed, and times `of_tokens`.
@@ -146,29 +152,25 @@ def _call(
     `of_tokens`: their scales, if they are in FP8.
     """
     across, deep = codes.shape[:2]
+    tuning = tuning.for_gates(across) if gate else tuning
     wgs, splits, deep_step, stages = tuning.shape(across, deep, x.dtype.itemsize)
-    cluster = tuning.together(across)
     cfg = _Config(
         blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
-        columns=across // (wgs * cluster), warpgroups=wgs, splits=splits, steps=deep // splits // deep_step,
-        deep_step=deep_step, stages=stages, turns=tuning.turns, early=tuning.soon, cluster=cluster,
-        num_clusters=tuning.ctas() // cluster, narrow=bool(of_tokens), interpreted=interpret is not None,
+        columns=across // wgs, warpgroups=wgs, splits=splits, steps=deep // splits // deep_step, deep_step=deep_step,
+        stages=stages, turns=tuning.turns, num_ctas=tuning.ctas(), narrow=bool(of_tokens), gate=gate,
+        interpreted=interpret is not None,
     )  # fmt: skip
-    shape = (x.shape[0], across * TILE)
+    shape = (x.shape[0], across // (2 if gate else 1) * TILE)
     out = jax.ShapeDtypeStruct((splits, *shape), f32) if splits > 1 else jax.ShapeDtypeStruct(shape, dtype)
 
     def fp8_products(*refs: Any) -> None:  # the name that profiles show
         _kernel(cfg, x.dtype, *refs)
 
-    clusters: dict[str, Any] = (
-        {"cluster": (cfg.cluster,), "cluster_names": ("cta",)} if cfg.cluster > 1 else {}
-    )
     kernel = plgpu.kernel(
         fp8_products,
         out_type=out,
-        grid=(cfg.num_clusters,),
-        grid_names=("cluster",),
-        **clusters,
+        grid=(cfg.num_ctas,),
+        grid_names=("cta",),
         num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -181,11 +183,9 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
     *scales, out = scales_and_out
     wgs = cfg.warpgroups
 
-    def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
+    def body(x_s: Any, codes_s: Any, out_s: Any, full: Any, free: Any, met: Any, *spare: Any) -> None:
         wg = lax.axis_index("wg")
-        rounds = lax.div(
-            cfg.units - lax.axis_index("cluster") + (cfg.num_clusters - 1), i32(cfg.num_clusters)
-        )
+        rounds = lax.div(cfg.units - lax.axis_index("cta") + (cfg.num_ctas - 1), i32(cfg.num_ctas))
 
         # A block of many tokens has its sums in more registers than each warpgroup gets by default. More than all threads
         # get together would be waited for for ever.
@@ -197,7 +197,7 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
             if uneven:
                 plgpu.set_max_registers((by_default * (wgs + 1) - LOADING) // wgs // 8 * 8, action="increase")
             unpacked = spare[0].at[wg] if spare else None
-            _compute(cfg, wg, rounds, scales, out, x_s, codes_s, out_s.at[wg], unpacked, full, free)
+            _compute(cfg, wg, rounds, scales, out, x_s, codes_s, out_s, unpacked, full, free, met)
 
         @pl.when(wg == wgs)
         def _load_all() -> None:
@@ -209,9 +209,6 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row)  # type: ignore[abstract]
 
     row = cfg.span * TILE
-    free: Any = plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages)
-    if cfg.cluster > 1:  # a slot is free where all that load into it are told so
-        free = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=wgs, num_barriers=cfg.stages)
     out_width = 32 if cfg.splits > 1 else TILE
     pl.run_scoped(
         body,
@@ -221,7 +218,8 @@ def _kernel(cfg: _Config, dtype: Any, x: Any, codes: Any, *scales_and_out: Any) 
         plgpu.SMEM((cfg.stages, wgs, cfg.deep_step, WORDS, WORDS), jnp.int32),
         plgpu.SMEM((wgs, cfg.stored, TILE), out.dtype, transforms=tiled(out_width)),
         plgpu.Barrier(num_arrivals=1 + wgs, num_barriers=cfg.stages),
-        free,
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=cfg.stages),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=2),
         *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
@@ -245,19 +243,15 @@ def _load(
 
             deep = unit.first + j * cfg.deep_step
             for wg in range(cfg.warpgroups):
-                held = codes.at[unit.column + wg, pl.ds(deep, cfg.deep_step)]
+                held = codes.at[unit.tile(wg), pl.ds(deep, cfg.deep_step)]
                 plgpu.copy_gmem_to_smem(held, codes_s.at[slot, wg], full.at[slot])
             at = pl.ds(pl.multiple_of(deep * TILE, TILE), cfg.deep_step * TILE)
-            plgpu.copy_gmem_to_smem(
-                x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot],
-                collective_axes="cta" if cfg.cluster > 1 else None,
-            )  # fmt: skip
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot])
 
         lax.fori_loop(0, cfg.steps, one_step, None)
 
     lax.fori_loop(0, rounds, one_unit, None)
-    # Others of a cluster may still tell this CTA; the interpreter wants every completion of a barrier to be seen.
-    if cfg.cluster > 1 or cfg.interpreted:
+    if cfg.interpreted:  # it wants every completion of a barrier to be seen
         for slot in range(cfg.stages):
             pl.when(rounds * cfg.steps > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
 
@@ -270,10 +264,11 @@ def _compute(
     out: Any,
     x_s: Any,
     codes_s: Any,
-    staged: Any,
+    staged: Any,  # [warpgroups, stored, TILE]
     unpacked: Any,  # shared memory of the interpreter's, or None
     full: Any,
     free: Any,
+    met: Any,
 ) -> None:
     """A computing warpgroup."""
 
@@ -310,35 +305,75 @@ def _compute(
             lax.fori_loop(0, cfg.steps // at_once, one_round, None)
             if cfg.steps % at_once:
                 one_step(i32(cfg.steps - 1), None)
-            early = list(factors_of(*cfg.parts[0])) if cfg.early else []
             if cfg.turns:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
-            return [acc[...] for acc in accs], early
+            return tuple(acc[...] for acc in accs)
 
-        columns = pl.ds(pl.multiple_of((unit.column + wg) * TILE, TILE), TILE)
-
-        def factors_of(first: int, rows: int) -> Iterator[jax.Array]:
+        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
+        to = out.at[unit.split] if cfg.splits > 1 else out
+        columns = _columns(unit.tile(wg))
+        for sums, (first, rows) in zip(pl.run_scoped(products, *accs), cfg.parts, strict=True):
             of = [(columns, BY_ROW), (pl.ds(unit.row + first, rows), BY_COLUMN)]
             if cfg.splits > 1:  # XLA, which adds the parts of the depth up, has the tokens' scales
                 of = of[:1]
-            for held, (at, layout) in zip(scales, of, strict=False):
-                yield plgpu.load(held.at[at], layout=layout, optimized=False)
-
-        accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]
-        found, early = pl.run_scoped(products, *accs)
-        for sums, (first, rows) in zip(found, cfg.parts, strict=True):
-            for axis, factors in enumerate(early if early and first == 0 else factors_of(first, rows)):
+            for axis, (held, (at, layout)) in enumerate(zip(scales, of, strict=False)):
+                factors = plgpu.load(held.at[at], layout=layout, optimized=False)
                 sums = sums * lax.broadcast_in_dim(factors, (TILE, rows), (axis,))
             results = sums.astype(out.dtype)
-            for offset, stored in _pieces(rows, cfg.stored):
+            pieces = _pieces(rows, cfg.stored)
+            if cfg.gate:
+                for mine in range(2):
+                    gates = functools.partial(_finish_gated, cfg, results, pieces, mine, staged, met)
+                    pl.when(wg == mine)(functools.partial(gates, to, unit.row + first, _columns(unit.column)))
+                continue
+            for offset, stored in pieces:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                rows_s = staged.at[pl.ds(0, stored)]
+                rows_s = staged.at[wg, pl.ds(0, stored)]
                 some = results[:, offset : offset + stored]
                 store_transposed(some, rows_s, interpreted=cfg.interpreted)
                 plgpu.commit_smem()
-                to = out.at[unit.split] if cfg.splits > 1 else out
                 plgpu.copy_smem_to_gmem(rows_s, to.at[pl.ds(unit.row + first + offset, stored), columns])
 
     lax.fori_loop(0, rounds, one_unit, None)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _columns(tile: Any) -> Any:
+    return pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
+
+
+def _finish_gated(
+    cfg: _Config,
+    results: jax.Array,  # [TILE, rows]: of the first warpgroup gates
+    pieces: list[tuple[int, int]],  # of the rows: the first warpgroup finishes the first
+    mine: int,
+    staged: Any,
+    met: Any,
+    out: Any,
+    row: Any,
+    columns: Any,
+) -> None:
+    """What a warpgroup of two does with the sums of a part of a block: takes the other's for its piece, and stores that."""
+    other = 1 - mine
+    (offset, rows), (left, left_rows) = pieces[mine], pieces[other]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    to_other = staged.at[mine, pl.ds(0, left_rows)]
+    store_transposed(results[:, left : left + left_rows], to_other, interpreted=cfg.interpreted)
+    _meet(met.at[0])
+    theirs = load_transposed(staged.at[other, pl.ds(0, rows)], interpreted=cfg.interpreted)
+    _meet(met.at[1])
+    own = in_transposed(results[:, offset : offset + rows], interpreted=cfg.interpreted)
+    gates, values = (x.astype(f32) for x in ((own, theirs) if mine == 0 else (theirs, own)))
+    assert cfg.gate
+    rows_s = staged.at[mine, pl.ds(0, rows)]
+    finished = gated(gates, values, cfg.gate).astype(out.dtype)
+    store_transposed(finished, rows_s, interpreted=cfg.interpreted)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(rows_s, out.at[pl.ds(row + offset, rows), columns])
+
+
+def _meet(barrier: Any) -> None:
+    """Both warpgroups have come here."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)

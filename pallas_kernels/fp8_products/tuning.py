@@ -1,7 +1,6 @@
 """Tuning of the products with FP8 weights, frozen records for each generation of GPUs, by compute capability."""
 
 import dataclasses
-import math
 
 import jax
 
@@ -29,35 +28,31 @@ class Tuning:
     per_sm: int = 1  # CTAs of an SM
     splits: int = 1  # of the depth, each a unit of work of its own; as many as divide the depth
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
-    accumulators: int = 1  # of a block's tokens, at least; more than a matrix instruction takes have two
-    stores: int = 1  # of an accumulator's results, one after another through the same shared memory
-    early: bool = False  # an accumulator's scales are loaded while the last matrix instructions run
+    stores: int = 1  # of a part's results, one after another through the same shared memory
     turns: bool = False  # left operands take turns: one is made while the matrix instructions of another run
-    cluster: int = (
-        1  # CTAs that take the same tokens, each loading a part for all; as many as divide columns and rows
-    )
     num_ctas: int | None = None
 
     @property
     def part(self) -> int:
         """Tokens of a block that a matrix instruction takes."""
-        return _rows(self.rows, max(self.accumulators, -(-self.rows // MOST_TOKENS)))
+        return _rows(self.rows, -(-self.rows // MOST_TOKENS))
 
     @property
     def stored(self) -> int:
         """Tokens that are stored at once."""
         return _rows(self.part, self.stores)
 
-    @property
-    def soon(self) -> bool:
-        """Whether scales are loaded early: larger blocks have no registers for that."""
-        return self.early and self.rows <= MOST_TOKENS
+    def gates(self, across: int) -> bool:
+        """Whether a CTA has gates and what they let through, of weights of so many tiles across."""
+        return across % 2 == 0 and self.warpgroups == 2 and self.splits == 1 and self.part > LEAST_TOKENS
 
-    def together(self, across: int) -> int:
-        """CTAs of a cluster, for weights of so many tiles across."""
-        return _divisor(
-            math.gcd(across // _divisor(across, self.warpgroups), self.rows // LEAST_TOKENS), self.cluster
-        )
+    def for_gates(self, across: int) -> "Tuning":
+        """The same for a gated product, whose results leave in two goes. Raises ValueError where `gates` says no."""
+        if not self.gates(across):
+            raise ValueError(
+                f"gated products of {across} tiles need two warpgroups and no splits, not {self}"
+            )
+        return dataclasses.replace(self, stores=2)
 
     def shape(self, across: int, deep: int, size: int = 2) -> tuple[int, int, int, int]:
         """For weights of so many tiles, and tokens of numbers of so many bytes.
@@ -95,8 +90,8 @@ TUNING = {
 # The same for tokens in FP8: two tiles a matrix product are rows of 128 bytes, with one it is 0.85 times as fast.
 NARROW = {
     "9.0": (
-        Tuning(rows=128, warpgroups=2, deep=4),
-        Tuning(rows=256, warpgroups=2, deep=2),
+        Tuning(rows=128, warpgroups=2, deep=4, turns=True),
+        Tuning(rows=256, warpgroups=2, deep=2, turns=True, stores=2),
     ),
 }
 

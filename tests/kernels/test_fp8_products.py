@@ -1,5 +1,6 @@
 """Products with FP8 weights on the CPU: packing, the reference, and the kernel under the interpreter."""
 
+import functools
 import itertools
 from unittest import mock
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import fp8_products as fp8
+from pallas_kernels.fp8_products.gates import in_halves
 from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_mosaic_gpu
 from pallas_kernels.fp8_products.tokens import in_depth, in_words
 from pallas_kernels.fp8_products.tuning import NARROW, TUNING
@@ -75,9 +77,8 @@ def test_random_weights_have_the_deviation():
         (130, 64, 128, {"rows": 72, "deep": 1}),
         (364, 128, 128, {"rows": 264, "warpgroups": 2, "deep": 1}),
         (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1, "turns": True}),
-        (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3, "accumulators": 2, "turns": True}),
-        (24, 64, 64, {"rows": 24, "stores": 2, "turns": True, "early": True}),
-        (24, 384, 192, {"rows": 16, "warpgroups": 3, "deep": 1, "turns": True, "cluster": 2}),
+        (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3, "turns": True}),
+        (24, 64, 64, {"rows": 24, "stores": 2, "turns": True}),
     ],
     ids=[
         "few tokens",
@@ -90,9 +91,8 @@ def test_random_weights_have_the_deviation():
         "odd width",
         "two parts, one beyond the tokens",
         "in turns",
-        "two accumulators, in turns, split",
+        "in turns, split",
         "one step, stored in two goes",
-        "clusters, in turns",
     ],
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
@@ -119,12 +119,9 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
         (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2, "turns": True}),
         (70, 64, 384, {"rows": 40, "deep": 2, "turns": True, "stores": 2}),
-        (130, 64, 512, {"rows": 128, "deep": 4, "accumulators": 2, "turns": True}),
+        (130, 64, 512, {"rows": 128, "deep": 4, "turns": True}),
         (264, 64, 256, {"rows": 264, "deep": 2, "turns": True}),
-        (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2, "turns": True, "early": True}),
-        (36, 256, 256, {"rows": 32, "deep": 2, "cluster": 2}),
-        (40, 320, 384, {"rows": 40, "deep": 2, "cluster": 4}),
-        (80, 256, 384, {"rows": 48, "deep": 2, "turns": True, "early": True, "stores": 2, "cluster": 2}),
+        (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2, "turns": True}),
     ],
     ids=[
         "a tile at a time",
@@ -135,12 +132,9 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         "two equal parts, a tile at a time",
         "in turns",
         "in turns, an odd number of steps, stored in two goes",
-        "two accumulators, in turns within a step",
+        "in turns within a step",
         "two parts, in turns",
         "split, in turns",
-        "clusters",
-        "no clusters, for rows and columns that are odd",
-        "clusters, in turns",
     ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
@@ -153,6 +147,42 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
     assert out.shape == (tokens, columns) and out.dtype == jnp.float16
     assert relative_error(out, expected) < 2e-3
     assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize(
+    ("tokens", "inner", "options"),
+    [
+        (40, 192, {"rows": 32, "warpgroups": 2}),
+        (70, 128, {"rows": 40, "warpgroups": 2, "turns": True}),
+        (264, 64, {"rows": 264, "warpgroups": 2, "turns": True, "stores": 2}),
+        (20, 64, {"rows": 16}),
+    ],
+    ids=["two blocks", "odd width, in turns", "two parts", "one warpgroup: by XLA"],
+)
+def test_gated_products_in_the_interpreter(tokens, inner, options, narrow, gate):
+    """Bit by bit what the plain product gives, with the gates after it."""
+    x = jnp.asarray(RNG.standard_normal((tokens, 192)), jnp.bfloat16)
+    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((192, 2 * inner)) * 0.1, jnp.float32))
+    given = fp8.quantise_tokens_reference(x) if narrow else x
+    tuning = fp8.Tuning(num_ctas=2, deep=1, **options)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = fp8.fp8_products(given, weights, gate=gate, tuning=tuning, interpret=interpret)
+    assert out.shape == (tokens, inner) and out.dtype == jnp.bfloat16
+    assert not gpu_callbacks.get_races().races_found
+    plain = fp8.fp8_products(given, weights, tuning=tuning, interpret=interpret)
+    np.testing.assert_array_equal(out, in_halves(plain, gate))
+    gates, values = jnp.split(plain, 2, axis=1)
+    wanted = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}[gate]
+    wanted = wanted(gates.astype(jnp.float32)) * values
+    np.testing.assert_allclose(out.astype(jnp.float32), wanted, rtol=2.0**-8, atol=1e-6)
+
+
+def test_gates_need_two_warpgroups():
+    with pytest.raises(ValueError, match="gated products of 6 tiles need two warpgroups and no splits"):
+        fp8.Tuning(rows=16).for_gates(6)
+    assert not fp8.Tuning(rows=16, warpgroups=2).gates(5)
 
 
 @pytest.mark.parametrize("tokens", [10, 256])
@@ -289,7 +319,7 @@ def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
         blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2,
-        turns=False, early=False, cluster=1, num_clusters=7, narrow=False, interpreted=False,
+        turns=False, num_ctas=7, narrow=False, gate=None, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):
