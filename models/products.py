@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
-from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
+from pallas_kernels.fp8_products import Fp8Weights
 from pallas_kernels.support import check_one_device
 
 log = logging.getLogger("tangram")
@@ -28,19 +28,15 @@ def product(
     if not isinstance(weights, Fp8Weights):
         # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
         return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
-    multiply = fp8.fp8_products if _has_kernel(x, weights) else fp8.fp8_products_reference
-    return multiply(_given(x, weights, config), weights).astype(x.dtype).reshape(-1, *columns)
+    return _times(x, weights, config).reshape(-1, *columns)
 
 
 def gated_product(
     x: Float[Array, "T depth"], weights: Array | Fp8Weights, config: ModelConfig
 ) -> Float[Array, "T columns"]:
-    """What the gates let through: of tokens times a matrix of [2, columns] gates first, then what is gated.
-
-    See `product`. With FP8 weights on a Hopper GPU one kernel does both.
-    """
-    if isinstance(weights, Fp8Weights) and _has_kernel(x, weights):
-        return fp8.fp8_products(_given(x, weights, config), weights, gate="gelu" if config.gelu else "silu")
+    """Tokens times a matrix of [2, columns], gates first, and what these let through. See `product`."""
+    if isinstance(weights, Fp8Weights):
+        return _times(x, weights, config, gate="gelu" if config.gelu else "silu")
     gate_up = product(x, weights, (2, config.intermediate_size), config)
     return _gate(gate_up[:, 0], config) * gate_up[:, 1]
 
@@ -51,11 +47,13 @@ def _gate(x: Array, config: ModelConfig) -> Array:
     return jax.nn.silu(x)
 
 
-def _given(x: Array, weights: Fp8Weights, config: ModelConfig) -> Array | Fp8Tokens:
-    """The tokens as they are multiplied with FP8 weights: many in FP8 too, if the configuration says so."""
-    if not config.activations_fp8 or len(x) < fp8.LEAST_NARROW:
-        return x
-    return (fp8.quantise_tokens if _has_kernel(x, weights) else fp8.quantise_tokens_reference)(x)
+def _times(x: Array, weights: Fp8Weights, config: ModelConfig, gate: fp8.Gate | None = None) -> Array:
+    """Tokens times FP8 weights, the tokens in FP8 too if they are many and the configuration says so."""
+    multiply, quantise = fp8.fp8_products_reference, fp8.quantise_tokens_reference
+    if _has_kernel(x, weights):
+        multiply, quantise = fp8.fp8_products, fp8.quantise_tokens
+    narrow = config.activations_fp8 and len(x) >= fp8.LEAST_NARROW
+    return multiply(quantise(x) if narrow else x, weights, gate=gate).astype(x.dtype)
 
 
 def _has_kernel(x: Array, weights: Fp8Weights) -> bool:

@@ -130,13 +130,16 @@ def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
     """And what it has none for is said once."""
     asked = []
     monkeypatch.setattr(
-        fp8, "fp8_products", lambda *given: asked.append(given) or fp8.fp8_products_reference(*given)
+        fp8,
+        "fp8_products",
+        lambda *given, gate: asked.append((*given, gate)) or fp8.fp8_products_reference(*given, gate=gate),
     )
     products._warn.cache_clear()
     params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
     with as_on_hopper():
         jax.eval_shape(lambda params: logits_of(params, config.replace(name="traced for a GPU")), params)
-        depths = [x.shape[1] for x, _ in asked]
+        assert [gate for *_, gate in asked] == [None, None, "silu", None]
+        depths = [x.shape[1] for x, *_ in asked]
         assert depths == [
             CONFIG.hidden_size,
             128,
