@@ -10,7 +10,7 @@ The last block may have fewer tokens: copies fill what lies beyond an array with
 that are no multiple of eight, the rows of a tile in shared memory, are padded. A matrix instruction takes up to 256 tokens;
 those of a larger block meet each left operand in two parts, with sums of their own.
 
-In turns a warpgroup makes the left operand of a step while the tensor cores still have the one of the step before.
+Left operands take turns: a warpgroup makes that of a step while the tensor cores still have the one of the step before.
 
 Of a gated product one warpgroup of two has a tile of gates, the other that of what they let through. Each finishes half of
 the tokens, with what the other one leaves in shared memory.
@@ -51,7 +51,6 @@ class _Config:
     steps: int  # of a unit
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way
-    turns: bool  # of two left operands
     num_ctas: int
     narrow: bool  # tokens in FP8 too
     gate: Gate | None
@@ -157,7 +156,7 @@ def _call(
     cfg = _Config(
         blocks=-(-x.shape[0] // tuning.rows), rows=tuning.rows, part=tuning.part, stored=tuning.stored,
         columns=across // wgs, warpgroups=wgs, splits=splits, steps=deep // splits // deep_step, deep_step=deep_step,
-        stages=stages, turns=tuning.turns, num_ctas=tuning.ctas(), narrow=bool(of_tokens), gate=gate,
+        stages=stages, num_ctas=tuning.ctas(), narrow=bool(of_tokens), gate=gate,
         interpreted=interpret is not None,
     )  # fmt: skip
     shape = (x.shape[0], across // (2 if gate else 1) * TILE)
@@ -289,14 +288,11 @@ def _compute(
                         given = x_s.at[slot, pl.ds(first, rows), pl.ds(i * TILE, cfg.span * TILE)]
                         plgpu.wgmma(acc, weights, given.transpose((1, 0)))
                     plgpu.wgmma_wait(len(accs))  # registers of one left operand, while the next is unpacked
-                    if cfg.turns and i == 0:  # what the step before has issued is done only now
+                    if i == 0:  # what the step before has issued is done only now
                         plgpu.barrier_arrive(free.at[slot_of(j - 1)], predicate=j > 0)
-                if not cfg.turns:
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot])
 
-            # In turns an even number of left operands has registers of its own in each round.
-            at_once = 2 if cfg.turns and cfg.deep_step // cfg.span % 2 else 1
+            # An even number of left operands has registers of its own in each round.
+            at_once = 2 if cfg.deep_step // cfg.span % 2 else 1
 
             def one_round(k: Any, nothing: Any) -> None:
                 for j in range(at_once):
@@ -305,9 +301,8 @@ def _compute(
             lax.fori_loop(0, cfg.steps // at_once, one_round, None)
             if cfg.steps % at_once:
                 one_step(i32(cfg.steps - 1), None)
-            if cfg.turns:
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
             return tuple(acc[...] for acc in accs)
 
         accs = [plgpu.ACC((TILE, rows), f32) for _, rows in cfg.parts]

@@ -29,7 +29,6 @@ class Tuning:
     splits: int = 1  # of the depth, each a unit of work of its own; as many as divide the depth
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     stores: int = 1  # of a part's results, one after another through the same shared memory
-    turns: bool = False  # left operands take turns: one is made while the matrix instructions of another run
     num_ctas: int | None = None
 
     @property
@@ -90,8 +89,8 @@ TUNING = {
 # The same for tokens in FP8: two tiles a matrix product are rows of 128 bytes, with one it is 0.85 times as fast.
 NARROW = {
     "9.0": (
-        Tuning(rows=128, warpgroups=2, deep=4, turns=True),
-        Tuning(rows=256, warpgroups=2, deep=2, turns=True, stores=2),
+        Tuning(rows=128, warpgroups=2, deep=4),
+        Tuning(rows=256, warpgroups=2, deep=2, stores=2),
     ),
 }
 

@@ -75,9 +75,9 @@ def test_random_weights_have_the_deviation():
         (24, 128, 256, {"rows": 16, "splits": 2}),
         (130, 64, 128, {"rows": 72, "deep": 1}),
         (364, 128, 128, {"rows": 264, "warpgroups": 2, "deep": 1}),
-        (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1, "turns": True}),
-        (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3, "turns": True}),
-        (24, 64, 64, {"rows": 24, "stores": 2, "turns": True}),
+        (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1}),
+        (40, 64, 384, {"rows": 40, "splits": 2, "deep": 3}),
+        (24, 64, 64, {"rows": 24, "stores": 2}),
     ],
     ids=[
         "few tokens",
@@ -89,8 +89,8 @@ def test_random_weights_have_the_deviation():
         "split, part of a block",
         "odd width",
         "two parts, one beyond the tokens",
-        "in turns",
-        "in turns, split",
+        "an odd number of steps",
+        "an odd number of steps, split",
         "one step, stored in two goes",
     ],
 )
@@ -116,11 +116,11 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (78, 64, 128, {"rows": 40, "deep": 2}),
         (524, 64, 256, {"rows": 264, "deep": 2}),
         (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
-        (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2, "turns": True}),
-        (70, 64, 384, {"rows": 40, "deep": 2, "turns": True, "stores": 2}),
-        (130, 64, 512, {"rows": 128, "deep": 4, "turns": True}),
-        (264, 64, 256, {"rows": 264, "deep": 2, "turns": True}),
-        (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2, "turns": True}),
+        (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2}),
+        (70, 64, 384, {"rows": 40, "deep": 2, "stores": 2}),
+        (130, 64, 512, {"rows": 128, "deep": 4}),
+        (264, 64, 256, {"rows": 264, "deep": 2}),
+        (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2}),
     ],
     ids=[
         "a tile at a time",
@@ -129,11 +129,11 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         "odd width",
         "two parts",
         "two equal parts, a tile at a time",
-        "in turns",
-        "in turns, an odd number of steps, stored in two goes",
-        "in turns within a step",
-        "two parts, in turns",
-        "split, in turns",
+        "two warpgroups, two steps of two",
+        "an odd number of steps, stored in two goes",
+        "two products a step",
+        "two parts, two steps",
+        "split, an odd number of steps",
     ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
@@ -154,11 +154,11 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
     ("tokens", "inner", "options"),
     [
         (40, 192, {"rows": 32, "warpgroups": 2}),
-        (70, 128, {"rows": 40, "warpgroups": 2, "turns": True}),
-        (264, 64, {"rows": 264, "warpgroups": 2, "turns": True, "stores": 2}),
+        (70, 128, {"rows": 40, "warpgroups": 2}),
+        (264, 64, {"rows": 264, "warpgroups": 2, "stores": 2}),
         (20, 64, {"rows": 16}),
     ],
-    ids=["two blocks", "odd width, in turns", "two parts", "one warpgroup: by XLA"],
+    ids=["two blocks", "odd width", "two parts", "one warpgroup: by XLA"],
 )
 def test_gated_products_in_the_interpreter(tokens, inner, options, narrow, gate):
     """What the plain product gives, with the gates after it."""
@@ -317,7 +317,7 @@ def test_units_are_all_different(blocks):
     """Blocks, columns and splits, each combination once."""
     cfg = _Config(
         blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2,
-        turns=False, num_ctas=7, narrow=False, gate=None, interpreted=False,
+        num_ctas=7, narrow=False, gate=None, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):

@@ -102,8 +102,8 @@ def test_part_of_a_block(tokens, options, narrow):
 @pytest.mark.parametrize("depth", [128, 1152, 4096])
 @pytest.mark.parametrize(
     "options",
-    [{"stores": 2}, {"turns": True}, {"turns": True, "stores": 2}],
-    ids=["stores", "turns", "both"],
+    [{"stores": 2}, {"deep": 1}, {"deep": 4}],
+    ids=["stores", "a tile a step", "four"],
 )
 def test_ways_of_a_block(rows, depth, options, narrow):
     """The same results, bit by bit, however many steps and units a CTA has."""
@@ -130,11 +130,15 @@ def test_gated_products(tokens, depth, inner, narrow, gate):
     x = fp8.quantise_tokens(x) if narrow else x
     run = jax.jit(fp8.fp8_products, static_argnames=("gate", "tuning"))
     plain = fp8.Tuning(rows=256, warpgroups=2, deep=2 if narrow else 1)
-    wanted = in_halves(run(x, weights, tuning=plain), gate).astype(jnp.float32)
+    wanted = in_halves(run(x, weights, tuning=plain), gate)
     for _ in range(3):
         out = run(x, weights, gate=gate)
         assert out.shape == (tokens, inner)
-        np.testing.assert_allclose(out.astype(jnp.float32), wanted, rtol=2 * ROUNDING, atol=1e-4)
+        assert relative_error(out, wanted.astype(jnp.float32)) < ROUNDING
+        # A gate that is far below zero makes much of the last bit of its product, where parts of the depth are added up.
+        np.testing.assert_allclose(
+            *(x.astype(jnp.float32) for x in (out, wanted)), rtol=16 * ROUNDING, atol=1e-2
+        )
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
