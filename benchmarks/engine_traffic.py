@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from models.fp8_weights import with_fp8_weights
 from serve.engine import Engine
 from serve.limits import Limits
 
@@ -86,12 +87,15 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="once more, one prompt's chunk a step")
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
     parser.add_argument("--out", help="write the rows to this JSON file")
+    decode_step.add_fp8(parser)
     args = parser.parse_args()
     if args.programs:
         jax.config.update("jax_compilation_cache_dir", str(Path(args.programs) / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
+    if args.fp8:
+        config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
     params = decode_step.random_weights(config)
     device = jax.devices()[0].device_kind
     print(device, flush=True)

@@ -1,0 +1,51 @@
+"""The FLOPs that a step with a chunk is measured by, and a step of a small model."""
+
+import argparse
+
+import pytest
+
+import tangram_jax as tj
+from benchmarks import prefill_step
+from benchmarks.decode_step import random_weights
+from benchmarks.shapes import GEMMA_3_12B, LLAMA_8B, QWEN3_30B_A3B
+from models.config import ModelConfig
+
+TINY = ModelConfig(
+    name="tiny", vocab_size=128, num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2,
+    head_dim=32, max_positions=512, rope_theta=10_000.0,
+)  # fmt: skip
+
+
+def plan_of(config, retention=1.0):
+    return tj.CachePlan.build(
+        prefill_step.ragged(config, retention), 1, 64, sliding=tj.SlidingLayers.of(config, max_tail=64)
+    )
+
+
+def test_flops_of_a_dense_model():
+    plan = plan_of(LLAMA_8B)
+    each = 2 * 32 * 218_103_808  # weights of the layers
+    assert prefill_step.step_flops(LLAMA_8B, plan, 1, 0, 0) == each + 4 * 128 * 32 * 32
+    alone = prefill_step.step_flops(LLAMA_8B, plan, 100, 0, 0)
+    assert alone == 100 * each + 4 * 128 * 32 * 32 * 5050
+    # All of the history is kept, and each query sees it.
+    assert prefill_step.step_flops(LLAMA_8B, plan, 100, 640, 0) == alone + 4 * 128 * 32 * 32 * 64_000
+    beside = prefill_step.step_flops(LLAMA_8B, plan, 100, 0, 2)
+    assert beside == alone + 2 * (each + 4 * 128 * 32 * 32 * 8192)
+
+
+def test_flops_of_experts_and_windows():
+    """Of the experts those that a token goes through; in a window no more than it."""
+    routed = prefill_step.step_flops(QWEN3_30B_A3B, plan_of(QWEN3_30B_A3B), 1, 0, 0)
+    assert 2 * 2.4e9 < routed < 2 * 3.3e9
+    plan = plan_of(GEMMA_3_12B)
+    short, long = (prefill_step.step_flops(GEMMA_3_12B, plan, n, 0, 0) for n in (1024, 8192))
+    attention = 4 * 256 * 16 * (8 * (8192**2 - 8 * 1024**2) / 2)
+    assert long == pytest.approx(8 * short + attention, rel=1e-3)
+
+
+def test_a_step_of_a_small_model(monkeypatch):
+    monkeypatch.setattr(prefill_step, "DECODING", 128)
+    args = argparse.Namespace(sustained=False, profile=False)
+    row = prefill_step.measure(random_weights(TINY), TINY, (64, 64, 2), 1e12, args)
+    assert row["ms"] > 0 and row["decoding"] == 2 and row["of_roof"] < 1
