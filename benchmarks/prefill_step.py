@@ -49,14 +49,14 @@ def matrix_roof(size: int = 8192) -> float:
 def step_flops(config: ModelConfig, plan: tj.CachePlan, chunk: int, history: int, decoding: int) -> float:
     """Of the layers: every product's, and attention's over what each token sees."""
     weights = sum(columns * depth for columns, depth in _matrices(config))
-    pairs = 0.0  # of a query and a key, of all query heads
-    for _ in config.sliding_layers:
-        window = min(config.sliding_window or 0, chunk)
-        pairs += config.num_heads * (chunk * window + decoding * window)
-    own = chunk * (chunk + 1) / 2 * config.num_heads
-    pairs += len(config.full_layers) * own + config.group_size * (
-        chunk * plan.entries(history) + decoding * plan.entries(DECODING)
-    )
+    window, all_heads = config.sliding_window or 0, config.num_heads
+    at = np.arange(history, history + chunk) + 1.0
+    in_windows = np.minimum(at, window).sum() + decoding * min(DECODING, window)
+    own = chunk * (chunk + 1) / 2
+    kept = chunk * plan.entries(history) + decoding * plan.entries(DECODING)
+    # Of a query and a key, of all query heads.
+    pairs = len(config.sliding_layers) * all_heads * in_windows
+    pairs += len(config.full_layers) * all_heads * own + config.group_size * kept
     return 2.0 * weights * config.num_layers * (chunk + decoding) + 4.0 * config.head_dim * pairs
 
 

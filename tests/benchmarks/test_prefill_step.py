@@ -39,9 +39,21 @@ def test_flops_of_experts_and_windows():
     routed = prefill_step.step_flops(QWEN3_30B_A3B, plan_of(QWEN3_30B_A3B), 1, 0, 0)
     assert 2 * 2.4e9 < routed < 2 * 3.3e9
     plan = plan_of(GEMMA_3_12B)
-    short, long = (prefill_step.step_flops(GEMMA_3_12B, plan, n, 0, 0) for n in (1024, 8192))
-    attention = 4 * 256 * 16 * (8 * (8192**2 - 8 * 1024**2) / 2)
-    assert long == pytest.approx(8 * short + attention, rel=1e-3)
+    shape = 4 * 256 * 16  # of a query and a key, of all heads
+
+    def flops(*case):
+        return prefill_step.step_flops(GEMMA_3_12B, plan, *case)
+
+    # Of eight times as many tokens: 40 layers whose tokens see 1024 each but for the first ones, 8 whose see all.
+    windows, full = 8192 * 1024 - 1024 * 1023 / 2, 8192 * 8193 / 2
+    few = 1024 * 1025 / 2
+    more = shape * (40 * (windows - 8 * few) + 8 * (full - 8 * few))
+    assert flops(8192, 0, 0) == pytest.approx(8 * flops(1024, 0, 0) + more, rel=1e-12)
+    # A token more that decodes sees a window too, however short the chunk.
+    products = 2 * (flops(1, 0, 0) - shape * 48) / 2
+    assert flops(4, 0, 1) - flops(4, 0, 0) == pytest.approx(
+        products + shape * (40 * 1024 + 8 * 8192), rel=1e-12
+    )
 
 
 def test_a_step_of_a_small_model(monkeypatch):
