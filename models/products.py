@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.gates import Gate, opened
 from pallas_kernels.support import check_one_device
 
 log = logging.getLogger("tangram")
@@ -35,19 +36,14 @@ def gated_product(
     x: Float[Array, "T depth"], weights: Array | Fp8Weights, config: ModelConfig
 ) -> Float[Array, "T columns"]:
     """Tokens times a matrix of [2, columns], gates first, and what these let through. See `product`."""
+    gate: Gate = "gelu" if config.gelu else "silu"
     if isinstance(weights, Fp8Weights):
-        return _times(x, weights, config, gate="gelu" if config.gelu else "silu")
+        return _times(x, weights, config, gate)
     gate_up = product(x, weights, (2, config.intermediate_size), config)
-    return _gate(gate_up[:, 0], config) * gate_up[:, 1]
+    return opened(gate_up[:, 0], gate) * gate_up[:, 1]
 
 
-def _gate(x: Array, config: ModelConfig) -> Array:
-    if config.gelu:  # in float32, as torch computes it whatever the dtype
-        return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-    return jax.nn.silu(x)
-
-
-def _times(x: Array, weights: Fp8Weights, config: ModelConfig, gate: fp8.Gate | None = None) -> Array:
+def _times(x: Array, weights: Fp8Weights, config: ModelConfig, gate: Gate | None = None) -> Array:
     """Tokens times FP8 weights, the tokens in FP8 too if they are many and the configuration says so."""
     multiply, quantise = fp8.fp8_products_reference, fp8.quantise_tokens_reference
     if _has_kernel(x, weights):

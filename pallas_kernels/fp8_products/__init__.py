@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import support
-from pallas_kernels.fp8_products.gates import Gate, in_halves
 from pallas_kernels.fp8_products.packing import TILE, Fp8Weights, pack, packed_shape, quantise, random, unpack
 from pallas_kernels.fp8_products.reference import fp8_products_reference
 from pallas_kernels.fp8_products.tokens import Fp8Tokens, quantise_tokens_reference
 from pallas_kernels.fp8_products.tuning import LEAST_NARROW, LEAST_TOKENS, TUNING, Tuning, tuning_for
+from pallas_kernels.gates import Gate, in_halves
 
 __all__ = [
     "LEAST_NARROW",
@@ -21,7 +21,6 @@ __all__ = [
     "TILE",
     "Fp8Tokens",
     "Fp8Weights",
-    "Gate",
     "Tuning",
     "check_supported",
     "fp8_products",

@@ -27,10 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products import device_ops
-from pallas_kernels.fp8_products.gates import Gate, gated
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
 from pallas_kernels.fp8_products.tokens import Fp8Tokens
 from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, Tuning
+from pallas_kernels.gates import Gate, gated
 from pallas_kernels.left_operand import in_transposed, load_transposed, store_transposed
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fp8_products.gates import Gate, in_halves
 from pallas_kernels.fp8_products.packing import Fp8Weights, unpack
 from pallas_kernels.fp8_products.tokens import Fp8Tokens, in_depth
+from pallas_kernels.gates import Gate, in_halves
 
 
 def fp8_products_reference(

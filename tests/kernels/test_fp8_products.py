@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import fp8_products as fp8
-from pallas_kernels.fp8_products.gates import in_halves
 from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_mosaic_gpu
 from pallas_kernels.fp8_products.tokens import in_depth, in_words
 from pallas_kernels.fp8_products.tuning import NARROW, TUNING
+from pallas_kernels.gates import in_halves
 from tests.kernels.expert_cases import relative_error
 from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp8_products as fp8
-from pallas_kernels.fp8_products.gates import in_halves
+from pallas_kernels.gates import in_halves
 from tests.kernels.expert_cases import relative_error
 from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
 
