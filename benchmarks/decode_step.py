@@ -182,9 +182,8 @@ def unreached_bytes(params: Any, config: ModelConfig, tokens: int) -> int:
         return 0
     unreached = (1 - config.experts_per_token / config.num_experts) ** tokens
     names = ("expert_gate_up", "expert_down")
-    return int(
-        unreached * sum(layer[name].nbytes for layer in params["layers"] for name in names if name in layer)
-    )
+    experts = [layer[name] for layer in params["layers"] for name in names if name in layer]
+    return int(unreached * sum(leaf.nbytes for leaf in jax.tree.leaves(experts)))
 
 
 def print_profile(

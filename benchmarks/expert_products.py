@@ -3,13 +3,14 @@
   python -m benchmarks.expert_products                     Qwen3-30B-A3B's experts, 1 to 8192 tokens, on one Hopper GPU
   python -m benchmarks.expert_products --shape mixtral-8x7b
   python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
+  python -m benchmarks.expert_products --fp8               weights in FP8, against it
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
 than it is read in between). Tokens are routed evenly at random. The floor is what is larger: the bytes of the experts that
 are reached at the roof, a large reduction measured in the same run, or the products at 800 TFLOP/s. `ragged_dot` is
 `jax.lax.ragged_dot`, `pallas` the kernel in `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles;
-they compute gate and up alone, without SiLU, and are compared with our first product. With `--mxfp4` both products are
-compared with those of our kernel for bfloat16. GPT-OSS's have its biases and activation.
+they compute gate and up alone, without SiLU, and are compared with our first product. With `--mxfp4` and `--fp8` both
+products are compared with those of our kernel for bfloat16. GPT-OSS's have its biases and activation.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
 from pallas_kernels import expert_products as ep
+from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
 
 SHAPES = {  # experts, chosen of them, hidden size, width of an expert
@@ -36,6 +38,8 @@ SHAPES = {  # experts, chosen of them, hidden size, width of an expert
 }
 TOKENS = (1, 4, 32, 128, 512, 2048, 8192)
 TENSOR_CORES = 800.0  # TFLOP/s
+Weight = jax.Array | fp8.Fp8Weights
+Weights = tuple[Weight, Weight]  # of gate and up, and of down
 
 
 def library_us(call: Any, *args: jax.Array) -> float:
@@ -45,19 +49,21 @@ def library_us(call: Any, *args: jax.Array) -> float:
     return sum(sum(times) for times in trace_kernels(lambda: run(*args)).values())
 
 
-def both_us(
-    x: jax.Array, experts: np.ndarray, weights: tuple[jax.Array, jax.Array], like_gpt_oss: bool
-) -> tuple[float, float]:
+def both_us(x: jax.Array, experts: np.ndarray, weights: Weights, like_gpt_oss: bool) -> tuple[float, float]:
     """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to."""
-    num_experts, packed = len(weights[0]), weights[0].ndim == 6
-    tuning = (ep.packed_tuning_for if packed else ep.tuning_for)(experts.size, num_experts)
+    held = jax.tree.leaves(weights[0])[0]
+    num_experts, packed = len(held), held.ndim == 6
+    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(experts.size, num_experts)
+    if packed:
+        in_fp8 = isinstance(weights[0], fp8.Fp8Weights)
+        tuning = ep.packed_tuning_for(experts.size, num_experts, fp8=in_fp8)
     plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
     blocks = (plan.expert, plan.first, plan.counts, plan.ends)
     hidden = x.shape[1]
-    width = weights[0].shape[2] * mxfp4.TILE if packed else weights[0].shape[3]
+    width = held.shape[2] * mxfp4.TILE if packed else held.shape[3]
     biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
 
-    def products(x: jax.Array, w: jax.Array, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
+    def products(x: jax.Array, w: Weight, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
         expert, first, counts, ends = blocks
         given = plan._replace(expert=expert, first=first, counts=counts, ends=ends)
         limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
@@ -76,7 +82,7 @@ def measure(
     tokens: int,
     roof: float,
     weights: tuple[jax.Array, jax.Array],
-    packed: tuple[jax.Array, jax.Array] | None,
+    packed: Weights | None,
     others: bool,
 ) -> dict:
     num_experts, count, hidden, width = SHAPES[shape]
@@ -87,7 +93,7 @@ def measure(
     like_gpt_oss = shape.startswith("gpt-oss")
     first, second = both_us(given, experts, (gate_up, down), like_gpt_oss)
     reached = len(np.unique(experts)) / num_experts
-    read = (gate_up.nbytes + down.nbytes) * reached / roof / 1e3
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves((gate_up, down))) * reached / roof / 1e3
     computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
     row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
@@ -118,7 +124,9 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
+    packing = parser.add_mutually_exclusive_group()
+    packing.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
+    packing.add_argument("--fp8", action="store_true", help="weights in FP8")
     parser.add_argument("--alone", action="store_true", help="without the two others")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
@@ -130,14 +138,18 @@ def main() -> None:
         draw(keys[0], (num_experts, hidden, 2, width)),
         draw(keys[1], (num_experts, width, 1, hidden)),
     )
-    packed = None
+    packed: Weights | None = None
+    made, shapes = np.random.default_rng(0), ((2, width, hidden), (1, hidden, width))
     if args.mxfp4:
-        made = np.random.default_rng(0)
-        shapes = ((2, width, hidden), (1, hidden, width))
         gate_up, down = (
             jnp.asarray(mxfp4.random(made, mxfp4.packed_shape(num_experts, *shape), 0.02)) for shape in shapes
         )
         packed = (gate_up, down)
+    if args.fp8:
+        in_fp8 = (
+            fp8.random(made, depth, columns, 0.02, (num_experts, parts)) for parts, columns, depth in shapes
+        )
+        packed = (next(in_fp8), next(in_fp8))
     rows = []
     for tokens in args.tokens:
         rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone))

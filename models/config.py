@@ -96,9 +96,9 @@ class ModelConfig:
     experts_mxfp4: bool = (
         False  # the experts' weights are in MXFP4, as `expert_products.mxfp4.pack` gives them
     )
-    # The weights of all layers' dense products are in FP8, as `fp8_products.quantise` gives them.
+    # The weights of all layers' products are in FP8, as `fp8_products.quantise` gives them; experts in MXFP4 stay so.
     weights_fp8: bool = False
-    # With FP8 weights: in steps of many tokens these become FP8 too before they are multiplied, each with its own scale.
+    # With FP8 weights: in steps of many tokens these become FP8 too for the dense products, each with its own scale.
     activations_fp8: bool = False
     expert_bias: bool = False  # router and experts have biases (GPT-OSS)
     # The experts' gate and up parts are cut off there, g * sigmoid(1.702 g) * (u + 1) instead of silu(g) * u (GPT-OSS).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import expert_products as ep
+from pallas_kernels.fp8_products import Fp8Weights
 from pallas_kernels.support import check_one_device
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def router_logits(
 
 
 def expert_mlp(
-    layer_params: Mapping[str, Array],
+    layer_params: Mapping[str, Any],
     x: Float[Array, "T E"],
     config: ModelConfig,
     there: Bool[Array, " T"] | None = None,
@@ -88,7 +89,8 @@ def expert_mlp(
         experts = likeliest(logits, count)
         routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
-    if not config.experts_mxfp4:
+    fp8 = isinstance(gate_up, Fp8Weights)
+    if not (config.experts_mxfp4 or fp8):
         down = down[:, :, None]
     gate_up_bias, down_bias = None, None
     if config.expert_bias:
@@ -100,7 +102,9 @@ def expert_mlp(
             first = lax.axis_index(config.tensor_axis) == 0
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
     rows = x.shape[0] * count
-    tuning = (ep.packed_tuning_for if config.experts_mxfp4 else ep.tuning_for)(rows, num_experts)
+    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(rows, num_experts)
+    if config.experts_mxfp4 or fp8:
+        tuning = ep.packed_tuning_for(rows, num_experts, fp8=fp8)
     kernel = _has_kernel(x, gate_up, down)
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
@@ -122,11 +126,12 @@ def expert_mlp(
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 
-def _has_kernel(x: Array, *matrices: Array) -> bool:
+def _has_kernel(x: Array, *matrices: Array | Fp8Weights) -> bool:
     try:
         for weights in matrices:
-            check_one_device(weights)
-            ep.check_supported(x.dtype, weights.dtype, weights.shape)
+            held = weights.codes if isinstance(weights, Fp8Weights) else weights
+            check_one_device(held)
+            ep.check_supported(x.dtype, held.dtype, held.shape)
     except NotImplementedError as reason:
         if jax.default_backend() == "gpu":
             log.warning("Experts are multiplied one after another, many times slower: %s", reason)

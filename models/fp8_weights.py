@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,9 @@ from pallas_kernels.fp8_products import Fp8Weights
 
 
 def with_fp8_weights(config: ModelConfig, *, dynamic: bool = False) -> ModelConfig:
-    """The configuration with the weights of the dense products in FP8; `dynamic`: and many tokens for these products.
+    """The configuration with the weights of all products in FP8; `dynamic`: and many tokens for the dense ones.
+
+    Experts that are in MXFP4 stay so.
 
     Raises UnsupportedModelError naming every matrix that cannot be.
     """
@@ -38,19 +42,24 @@ def with_fp8_weights(config: ModelConfig, *, dynamic: bool = False) -> ModelConf
 
 def quantised(leaf: ArrayLike, spec: ParamSpec) -> Fp8Weights:
     """A leaf of finite floats, of the specification's shape, in FP8."""
+    if spec.matrices:
+        return _quantise_each(_matrices(jnp.asarray(leaf), spec))
     return _quantise(jnp.asarray(leaf).reshape(spec.matrix))
 
 
 def packed(codes: ArrayLike, scales: ArrayLike, spec: ParamSpec) -> Fp8Weights:
     """A leaf of codes f8e4m3fn, of the specification's shape, and of the scales of its columns, in the same order."""
-    scales = jnp.asarray(scales, jnp.float32).reshape(-1)
+    scales = jnp.asarray(scales, jnp.float32).reshape(*spec.matrices, -1)
+    if spec.matrices:
+        return Fp8Weights(_pack_each(_matrices(jnp.asarray(codes), spec)), scales)
     return Fp8Weights(_pack(jnp.asarray(codes).reshape(spec.matrix)), scales)
 
 
 def dequantised(weights: Fp8Weights, spec: ParamSpec, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The leaf of floats, of the specification's shape, that FP8 weights stand for."""
-    values = fp8.unpack(weights.codes).astype(jnp.float32) * weights.scales
-    return values.reshape(spec.shape).astype(dtype)
+    if spec.matrices:
+        return _dequantise_each(weights, dtype).swapaxes(1, 2).reshape(spec.shape)
+    return _dequantise(weights, dtype).reshape(spec.shape)
 
 
 def values_at(weights: Fp8Weights, rows: np.ndarray, columns: np.ndarray) -> jax.Array:
@@ -62,7 +71,7 @@ def values_at(weights: Fp8Weights, rows: np.ndarray, columns: np.ndarray) -> jax
 
 
 def in_fp8(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]:
-    """Parameters with the weights of the dense products in FP8 instead of floats, and their configuration.
+    """Parameters with the weights of all products in FP8 instead of floats, and their configuration.
 
     Raises UnsupportedModelError, see `with_fp8_weights`.
     """
@@ -80,7 +89,17 @@ def in_floats(params: Params, config: ModelConfig) -> tuple[Params, ModelConfig]
     ), config.replace(weights_fp8=False, activations_fp8=False)
 
 
-# One tile's columns after another's: on the way they take several times their memory.
+def _dequantise(weights: Fp8Weights, dtype: DTypeLike) -> jax.Array:
+    return (fp8.unpack(weights.codes).astype(jnp.float32) * weights.scales).astype(dtype)
+
+
+def _matrices(leaf: jax.Array, spec: ParamSpec) -> jax.Array:
+    """[experts, depth, (parts,) columns] -> [experts, parts, depth, columns]"""
+    experts, parts = spec.matrices
+    return leaf.reshape(experts, -1, parts, leaf.shape[-1]).swapaxes(1, 2)
+
+
+# One tile's columns after another's, or one expert after another: on the way they take several times their memory.
 
 
 @jax.jit
@@ -90,9 +109,24 @@ def _quantise(matrix: jax.Array) -> Fp8Weights:
 
 
 @jax.jit
+def _quantise_each(matrices: jax.Array) -> Fp8Weights:
+    return lax.map(jax.vmap(fp8.quantise), matrices)
+
+
+@jax.jit
 def _pack(codes: jax.Array) -> jax.Array:
     words = lax.map(fp8.pack, _by_tiles(codes))
     return words.reshape(-1, *words.shape[2:])
+
+
+@jax.jit
+def _pack_each(codes: jax.Array) -> jax.Array:
+    return lax.map(jax.vmap(fp8.pack), codes)
+
+
+@partial(jax.jit, static_argnums=1)
+def _dequantise_each(weights: Fp8Weights, dtype: DTypeLike) -> jax.Array:
+    return lax.map(jax.vmap(lambda each: _dequantise(each, dtype)), weights)
 
 
 def _by_tiles(matrix: jax.Array) -> jax.Array:

@@ -30,8 +30,17 @@ def kept_packed(config: ModelConfig, dtype: DTypeLike) -> ModelConfig:
     if reason is None:
         return config.replace(experts_mxfp4=True)
     if jax.default_backend() == "gpu":
-        _log.warning("The experts become %s, of four times their size: %s", jnp.dtype(dtype).name, reason)
+        _log.warning("The experts become %s: %s", larger_than_mxfp4(config, dtype), reason)
     return config
+
+
+def larger_than_mxfp4(config: ModelConfig, dtype: DTypeLike) -> str:
+    """What experts are that do not stay in MXFP4, for messages."""
+    return (
+        "FP8, of twice their size"
+        if config.weights_fp8
+        else f"{jnp.dtype(dtype).name}, of four times their size"
+    )
 
 
 def can_stay_packed(dtype: DTypeLike) -> bool:

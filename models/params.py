@@ -29,7 +29,8 @@ class ParamSpec:
     """One parameter. `axes` names the logical axis of every dimension; `fan_in` None: a norm's weight.
 
     `packed`: int32, MXFP4 as from `expert_products.mxfp4.pack`, whatever the dtype of the others.
-    `fp8`: not an array of this shape but `fp8_products.Fp8Weights` of a matrix with as many columns as fit.
+    `fp8`: not an array of this shape but `fp8_products.Fp8Weights` of a matrix with as many columns as fit, or of `matrices`
+    (experts, parts), if the shape is [experts, depth, (parts,) columns].
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class ParamSpec:
     fan_in: int | None
     packed: bool = False
     fp8: bool = False
+    matrices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -46,13 +48,15 @@ class ParamSpec:
     def matrix(self) -> tuple[int, int]:
         """(depth, columns) of weights that tokens are multiplied with: the first axes are what is summed over."""
         assert self.fan_in is not None
-        return self.fan_in, math.prod(self.shape) // self.fan_in
+        return self.fan_in, math.prod(self.shape) // math.prod((self.fan_in, *self.matrices))
 
     @property
     def of_columns(self) -> tuple[int, ...]:
         """The shape with the axes that are summed over of one element each."""
-        axes = next(n for n in range(len(self.shape) + 1) if math.prod(self.shape[:n]) == self.fan_in)
-        return (1,) * axes + self.shape[axes:]
+        experts = self.shape[:1] if self.matrices else ()
+        own = self.shape[len(experts) :]
+        axes = next(n for n in range(len(own) + 1) if math.prod(own[:n]) == self.fan_in)
+        return (*experts, *[1] * axes, *own[axes:])
 
 
 def _is_spec(x: Any) -> bool:
@@ -93,8 +97,8 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
             }
         else:
             specs |= {
-                "expert_gate_up": ParamSpec((X, E, 2, F), (None, "embed", None, "mlp"), E),
-                "expert_down": ParamSpec((X, F, E), (None, "mlp", "embed"), F),
+                "expert_gate_up": product((X, E, 2, F), (None, "embed", None, "mlp"), E, matrices=(X, 2)),
+                "expert_down": product((X, F, E), (None, "mlp", "embed"), F, matrices=(X, 1)),
             }
         if config.expert_bias:
             specs |= {
@@ -139,7 +143,7 @@ def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
     def abstract(spec: ParamSpec) -> Any:
         if spec.fp8:
             shapes = ((fp8.packed_shape(*spec.matrix), jnp.int32), (spec.matrix[1:], jnp.float32))
-            codes_and_scales: Any = (jax.ShapeDtypeStruct(*x) for x in shapes)
+            codes_and_scales: Any = (jax.ShapeDtypeStruct((*spec.matrices, *x), dtype) for x, dtype in shapes)
             return fp8.Fp8Weights(*codes_and_scales)
         return jax.ShapeDtypeStruct(spec.shape, jnp.int32 if spec.packed else dtype)
 
@@ -169,7 +173,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.floa
         if spec.packed:
             return jnp.asarray(mxfp4.random(rng, spec.shape, spec.fan_in**-0.5))
         if spec.fp8:
-            return jax.tree.map(jnp.asarray, fp8.random(rng, *spec.matrix, spec.fan_in**-0.5))
+            return jax.tree.map(jnp.asarray, fp8.random(rng, *spec.matrix, spec.fan_in**-0.5, spec.matrices))
         return jnp.asarray((rng.standard_normal(spec.shape, np.float32) * spec.fan_in**-0.5).astype(dtype))
 
     return map_specs(init, param_specs(config))

@@ -24,7 +24,7 @@ from models import conversion_cache
 from models.config import ModelConfig, UnsupportedModelError
 from models.fp8_weights import with_fp8_weights
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
-from models.packed_experts import can_stay_packed, kept_packed
+from models.packed_experts import can_stay_packed, kept_packed, larger_than_mxfp4
 from models.params import Params, param_bytes
 from models.quantised import DequantisedTensors
 from models.tokenizer import Tokenizer
@@ -102,9 +102,10 @@ def load_model(
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
       keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16.
         On a mesh they do not.
-      quantization: "fp8": the weights of the dense products become FP8 as they are read, with a scale for each output; those
-        that are FP8 and have a scale for each output, or for all, stay as they are. All others are as without it.
-        "fp8-dynamic": in steps of many tokens these become FP8 too, for these products (`ModelConfig.activations_fp8`).
+      quantization: "fp8": the weights of the layers' products, experts' too, become FP8 as they are read, with a scale for
+        each output; those that are FP8 and have a scale for each output, or for all, stay as they are, and so do experts by
+        `keep_mxfp4`. All others are as without it.
+        "fp8-dynamic": in steps of many tokens these become FP8 too, for the dense products (`ModelConfig.activations_fp8`).
       mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:
@@ -200,7 +201,7 @@ def _assemble(source: TensorSource, config: ModelConfig, style: str, how: _How) 
     try:
         return packed, assemble(source, packed, dtype)
     except NotImplementedError as reason:
-        log.warning("The experts become %s, of four times their size: %s", dtype.name, reason)
+        log.warning("The experts become %s: %s", larger_than_mxfp4(config, dtype), reason)
         return config, assemble(source, config, dtype)
 
 

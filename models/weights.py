@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from ml_dtypes import bfloat16
 from rich.progress import track
 
 from models.config import ModelConfig
@@ -49,6 +50,18 @@ class TensorSource(Protocol):
 class _Part(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of its tensors in the checkpoint
     place: Callable[..., None]  # (leaf, *tensors): writes the tensors into their part of the leaf
+
+
+class _Piece(NamedTuple):
+    """Tensors of a checkpoint, by name, and where they belong: in a part of a leaf, or of one expert's share of it."""
+
+    names: tuple[str, ...]
+    part: _Part
+    expert: int | None
+
+    def place(self, leaf: np.ndarray, *tensors: Any) -> None:
+        """Writes them there."""
+        self.part.place(leaf if self.expert is None else leaf[self.expert], *tensors)
 
 
 def _parts(config: ModelConfig) -> dict[str, _Part]:
@@ -174,20 +187,23 @@ def _in_mxfp4(*tensors: Any) -> Mxfp4:
     return tensors[0] if len(tensors) == 1 else Mxfp4(*tensors)
 
 
-def _in_fp8(source: TensorSource, pieces: Mapping[str, _Part], spec: ParamSpec) -> Fp8Weights:
-    """A leaf of tensors, by name: their own codes and scales where these are of that kind, else the nearest."""
-    stored = [source.in_fp8(name) for name in pieces]
+def _in_fp8(source: TensorSource, pieces: Sequence[_Piece], spec: ParamSpec) -> Fp8Weights:
+    """A leaf of pieces: their own codes and scales where these are of that kind, else the nearest."""
+    stored = [source.in_fp8(piece.names[0]) for piece in pieces]
     own = [x for x in stored if x is not None]
     if len(own) == len(stored):
         codes, scales = np.empty(spec.shape, own[0][0].dtype), np.empty(spec.of_columns, np.float32)
-        for part, (of_part, its_scales) in zip(pieces.values(), own, strict=True):
-            part.place(codes, of_part)
-            part.place(scales, its_scales[:, None])
+        for piece, (of_piece, its_scales) in zip(pieces, own, strict=True):
+            piece.place(codes, of_piece)
+            piece.place(scales, its_scales[:, None])
         return packed(codes, scales, spec)
-    tensors = [np.asarray(source.read(name)) for name in pieces]
-    leaf = np.empty(spec.shape, np.result_type(*tensors))  # rounded once, not to the parameters' dtype before
-    for part, tensor in zip(pieces.values(), tensors, strict=True):
-        part.place(leaf, tensor)
+    leaf = np.empty(spec.shape, bfloat16)
+    for piece in pieces:
+        tensors = [source.read(name) for name in piece.names]
+        if len(tensors) == 1 and isinstance(tensors[0], np.ndarray):
+            # Rounded once, not to the parameters' dtype before. MXFP4 is as exact in bfloat16.
+            leaf = leaf.astype(np.result_type(leaf, tensors[0]), copy=False)
+        piece.place(leaf, *tensors)
     return quantised(leaf, spec)
 
 
@@ -237,18 +253,17 @@ def assemble_params(
     items = track(names.items(), description="Reading weights", disable=not progress, transient=True)
     for (leaf_name, layer), pieces in items:
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
+        found = [_Piece(tuple(names_here[x] for x in p.names), parts[p.part], p.expert) for p in pieces]
         if spec.packed:
-            held = [_in_mxfp4(*(source.read(names_here[name]) for name in piece.names)) for piece in pieces]
+            held = [_in_mxfp4(*map(source.read, piece.names)) for piece in found]
             flat[leaf_name, layer] = pack_leaf(held, spec.shape)
             continue
         if spec.fp8:
-            of_leaf = {names_here[name]: parts[part] for (name,), part, _ in pieces}
-            flat[leaf_name, layer] = _in_fp8(source, of_leaf, spec)
+            flat[leaf_name, layer] = _in_fp8(source, found, spec)
             continue
         leaf = np.empty(spec.shape, dtype)
-        for tensors, part, expert in pieces:
-            within = leaf if expert is None else leaf[expert]
-            parts[part].place(within, *(source.read(names_here[name]) for name in tensors))
+        for piece in found:
+            piece.place(leaf, *map(source.read, piece.names))
         place = places and (places if layer is None else places["layers"][layer])[leaf_name]
         flat[leaf_name, layer] = jax.device_put(leaf, place)
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))

@@ -17,9 +17,12 @@ from pallas_kernels.expert_products.tuning import (
     packed_tuning_for,
     tuning_for,
 )
+from pallas_kernels.fp8_products import Fp8Weights
 
 __all__ = [
     "ExpertPlan",
+    "PackedTuning",
+    "Tuning",
     "check_supported",
     "expert_products",
     "expert_products_reference",
@@ -37,10 +40,13 @@ def check_supported(
     *,
     device: jax.Device | None = None,
 ) -> None:
-    """Raises NotImplementedError, naming the feature, for weights that have no kernel: see `expert_products`."""
+    """Raises NotImplementedError, naming the feature, for weights that have no kernel: see `expert_products`.
+
+    Packed weights are of dtype int32 and any shape.
+    """
     if weights_dtype == "int32":
         if dtype != "bfloat16":
-            raise NotImplementedError(f"rows of {dtype} for experts in MXFP4: the kernel takes bfloat16")
+            raise NotImplementedError(f"rows of {dtype} for packed experts: the kernel takes bfloat16")
         support.check_device(device, PACKED_TUNING)
         return
     _, depth, _, columns = weights_shape
@@ -59,7 +65,7 @@ def check_supported(
 
 def expert_products(
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | Fp8Weights,
     plan: ExpertPlan,
     *,
     tuning: Tuning | PackedTuning,
@@ -69,7 +75,8 @@ def expert_products(
 ) -> jax.Array:
     """Rows x [M, depth], sorted as `plan` says, times the weights [X, depth, parts, columns] of their experts: [M, columns].
 
-    Weights in MXFP4 are i32[X, parts, columns / 64, depth / 64, 17, 32] as from `mxfp4.pack`, their tuning a PackedTuning.
+    Weights in MXFP4 are i32[X, parts, columns / 64, depth / 64, 17, 32] as from `mxfp4.pack`, those in FP8 codes
+    i32[X, parts, columns / 64, depth / 64, 32, 32] and scales f32[X, parts, columns]; the tuning of both is a PackedTuning.
     `bias` [X, parts, columns] is added to the products. With two parts, gate and up, the result is SiLU(gate) * up, and with
     a `limit` that of GPT-OSS (`reference.activation`). Sums are float32, the result has the dtype of x. Rows of no block
     hold anything. `plan` was made for blocks of `tuning.rows`.
@@ -77,11 +84,13 @@ def expert_products(
     Raises NotImplementedError for what `check_supported` says.
     """
     from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
-    from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
+    from pallas_kernels.expert_products.packed_gpu import packed_products_mosaic_gpu
 
     if interpret is None:
-        check_supported(x.dtype, weights.dtype, weights.shape)
+        held = weights.codes if isinstance(weights, Fp8Weights) else weights
+        check_supported(x.dtype, held.dtype, held.shape)
     options: dict[str, Any] = {"bias": bias, "limit": limit, "interpret": interpret}
     if isinstance(tuning, PackedTuning):
         return packed_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)
+    assert not isinstance(weights, Fp8Weights)
     return expert_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)

@@ -14,7 +14,6 @@ from jax import lax
 TILE = 64  # columns, and depth
 BLOCK = 32  # values along the depth that share a scale
 ROWS, WORDS = 17, 32  # of a tile
-BYTES = ROWS * WORDS * 4
 # A scale 2 ** (s - 127) times 2 ** 126, by which a bfloat16 made of an E2M1's bits is too small, is a bfloat16 up to here.
 MAX_SCALE = 128
 

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.expert_products.plan import ExpertPlan
+from pallas_kernels.fp8_products import Fp8Weights
 
 GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
 f32 = jnp.float32
@@ -21,7 +23,7 @@ def activation(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array
 
 def expert_products_reference(
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | Fp8Weights,
     plan: ExpertPlan,
     *,
     bias: jax.Array | None = None,
@@ -29,21 +31,28 @@ def expert_products_reference(
 ) -> jax.Array:
     """See `pallas_kernels.expert_products.expert_products`; for blocks of any size."""
     rows, depth = x.shape
-    packed = weights.ndim == 6
-    parts, columns = (weights.shape[1], weights.shape[2] * mxfp4.TILE) if packed else weights.shape[2:]
+    codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
+    packed = codes.ndim == 6
+    parts, columns = (codes.shape[1], codes.shape[2] * mxfp4.TILE) if packed else codes.shape[2:]
     block = plan.block
     x = jnp.pad(x, ((0, block), (0, 0)))
 
     def matrix(held: jax.Array) -> jax.Array:
-        return mxfp4.unpack(held).swapaxes(0, 1).astype(x.dtype) if packed else held
+        """[depth, parts * columns]"""
+        if packed:
+            unpacked = mxfp4.unpack(held) if scales is None else jax.vmap(fp8.unpack)(held)
+            held = unpacked.swapaxes(0, 1).astype(x.dtype)
+        return held.reshape(depth, parts * columns)
 
     def body(b: jax.Array, out: jax.Array) -> jax.Array:
         expert, row, _ = plan.place(b)
         sums = jnp.matmul(
             lax.dynamic_slice_in_dim(x, row, block),
-            matrix(weights[expert]).reshape(depth, parts * columns),
+            matrix(codes[expert]),
             preferred_element_type=f32,
         )
+        if scales is not None:
+            sums *= scales[expert].reshape(-1)
         if bias is not None:
             sums += bias[expert].reshape(-1).astype(f32)
         if parts == 2:

@@ -1,6 +1,7 @@
 """Tuning of the expert products, frozen records for each generation of GPUs, by compute capability."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -53,8 +54,9 @@ SHARED = 192 * 1024  # bytes of an SM's shared memory for what is under way
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedTuning:
-    """The same for MXFP4 weights (`mxfp4_gpu`)."""
+    """The same for packed weights (`packed_gpu`)."""
 
+    up_to: float  # rows of an expert on average
     rows: int  # of a block: 8 to 256
     per_sm: int  # computing warpgroups of an SM, 64 columns each
     warpgroups: int = 1  # of these in one CTA, sharing rows, at most; as many as divide the columns
@@ -62,15 +64,15 @@ class PackedTuning:
     deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
     num_ctas: int | None = None
 
-    def shape(self, across: int, deep: int, parts: int) -> tuple[int, int, int]:
-        """For weights of so many tiles.
+    def shape(self, across: int, deep: int, parts: int, tile_bytes: int) -> tuple[int, int, int]:
+        """For weights of so many tiles, of so many bytes each.
 
         (Warpgroups of a CTA with columns of their own, tiles along the depth of a step, steps under way of each warpgroup
         that shares the depth.)
         """
         wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
         step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
-        bytes_of_step = step * (wgs * parts * mxfp4.BYTES + self.rows * mxfp4.TILE * 2)
+        bytes_of_step = step * (wgs * parts * tile_bytes + self.rows * mxfp4.TILE * 2)
         stages = SHARED // self.ctas_per_sm(wgs) // bytes_of_step // self.split
         return wgs, step, max(2, min(stages, -(-deep // step // self.split) + 1))
 
@@ -84,18 +86,25 @@ class PackedTuning:
 
 
 # The experts of a token or two leave most CTAs one tile: two warpgroups share it.
-PACKED_ONE = PackedTuning(rows=8, per_sm=4, split=2, deep=3)
-PACKED_FEW = PackedTuning(rows=16, per_sm=2, deep=5)
-PACKED_SOME = PackedTuning(rows=32, per_sm=3, warpgroups=3, deep=3)
-PACKED_MANY = PackedTuning(rows=64, per_sm=3, warpgroups=3, deep=3)
+PACKED_ONE = PackedTuning(up_to=0.25, rows=8, per_sm=4, split=2, deep=3)
+PACKED_FEW = PackedTuning(up_to=8, rows=16, per_sm=2, deep=5)
+PACKED_SOME = PackedTuning(up_to=20, rows=32, per_sm=3, warpgroups=3, deep=3)
+PACKED_MANY = PackedTuning(up_to=math.inf, rows=64, per_sm=3, warpgroups=3, deep=3)
 PACKED_TUNING = {
     "9.0": (PACKED_ONE, PACKED_FEW, PACKED_SOME, PACKED_MANY),
 }
+FP8_ONE = PackedTuning(up_to=0.25, rows=8, per_sm=4, split=2, deep=2)
+FP8_FEW = PackedTuning(up_to=8, rows=16, per_sm=3, deep=2)
+FP8_SOME = PackedTuning(up_to=64, rows=64, per_sm=3, warpgroups=3, deep=2)
+FP8_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2)
+FP8_TUNING = {
+    "9.0": (FP8_ONE, FP8_FEW, FP8_SOME, FP8_MANY),
+}
 
 
-def packed_tuning_for(rows: int, num_experts: int, device: jax.Device | None = None) -> PackedTuning:
-    """For `rows` rows dealt to `num_experts` experts, on the device, by default the first."""
-    one, few, some, many = record_for(PACKED_TUNING, device)
-    if rows <= 8 * num_experts:
-        return one if rows <= 8 else few
-    return some if rows <= 20 * num_experts else many
+def packed_tuning_for(
+    rows: int, num_experts: int, *, fp8: bool = False, device: jax.Device | None = None
+) -> PackedTuning:
+    """For `rows` rows dealt to `num_experts` experts in FP8, or in MXFP4, on the device, by default the first."""
+    records = record_for(FP8_TUNING if fp8 else PACKED_TUNING, device)
+    return next(tuning for tuning in records if rows <= tuning.up_to * num_experts)

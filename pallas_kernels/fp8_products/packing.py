@@ -28,20 +28,20 @@ _HIGH = 0x44004400  # of both pairs, the highest bit of the exponent
 
 
 class Fp8Weights(NamedTuple):
-    """A matrix [depth, columns]."""
+    """A matrix [depth, columns], or many: those of experts have axes [X, parts] in front."""
 
     codes: jax.Array  # i32[columns / 64, depth / 64, 32, 32]
     scales: jax.Array  # f32[columns]: times the codes give the weights
 
     @property
     def depth(self) -> int:
-        """Of the matrix."""
-        return self.codes.shape[1] * TILE
+        """Of a matrix."""
+        return self.codes.shape[-3] * TILE
 
     @property
     def columns(self) -> int:
-        """Of the matrix."""
-        return self.codes.shape[0] * TILE
+        """Of a matrix."""
+        return self.codes.shape[-4] * TILE
 
 
 def packed_shape(depth: int, columns: int) -> tuple[int, ...]:
@@ -91,12 +91,14 @@ def unpack(packed: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.reshape(deep * TILE, across * TILE), jnp.float8_e4m3fn)
 
 
-def random(rng: np.random.Generator, depth: int, columns: int, deviation: float) -> Fp8Weights:
-    """Weights with about this standard deviation; one scale for all."""
-    words = rng.integers(0, 2**32, packed_shape(depth, columns), np.uint32)
+def random(
+    rng: np.random.Generator, depth: int, columns: int, deviation: float, matrices: tuple[int, ...] = ()
+) -> Fp8Weights:
+    """Weights of so many matrices with about this standard deviation; one scale for all."""
+    words = rng.integers(0, 2**32, (*matrices, *packed_shape(depth, columns)), np.uint32)
     words &= np.uint32(~_HIGH & 0xFFFFFFFF)  # exponents below 8: no NaN, and at most 1.875
     values = np.square(
         [m / 512 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(8) for m in range(8)]
     )
     scale = deviation / np.sqrt(values.mean())
-    return Fp8Weights(jnp.asarray(words.view(np.int32)), jnp.full(columns, scale, jnp.float32))
+    return Fp8Weights(jnp.asarray(words.view(np.int32)), jnp.full((*matrices, columns), scale, jnp.float32))

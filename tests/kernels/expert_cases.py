@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import expert_products as ep
+from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
 
 LIMIT = 0.7  # cuts off some of these gates and ups
@@ -18,15 +19,15 @@ LIMIT = 0.7  # cuts off some of these gates and ups
 class Case:
     experts: np.ndarray  # i32[T, k], different ones in a row
     x: jax.Array  # [T, E]
-    gate_up: jax.Array  # [X, E, 2, F], or in MXFP4
-    down: jax.Array  # [X, F, 1, E], or in MXFP4
+    gate_up: jax.Array | fp8.Fp8Weights  # [X, E, 2, F], or packed
+    down: jax.Array | fp8.Fp8Weights  # [X, F, 1, E], or packed
     gate_up_bias: jax.Array | None  # [X, 2, F]
     down_bias: jax.Array | None  # [X, 1, E]
     limit: float | None
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return len(jax.tree.leaves(self.gate_up)[0])
 
     def expected(self) -> np.ndarray:
         """f64[T, k, E]: each chosen expert's MLP of each token."""
@@ -65,11 +66,11 @@ def make_case(
     dtype: jax.typing.DTypeLike = jnp.float32,
     busy: int | None = None,
     like_gpt_oss: bool = False,
-    packed: bool = False,
+    packed: str | None = None,
 ) -> Case:
     """`busy`: only so many experts get anything, all others nothing; `like_gpt_oss`: with biases and a limit.
 
-    `packed`: the weights are in MXFP4, of many scales.
+    `packed`: the weights are in "mxfp4" or "fp8", of many scales.
     """
     rng = np.random.default_rng(tokens * 31 + num_experts)
     among = rng.permutation(num_experts)[:busy]
@@ -78,8 +79,12 @@ def make_case(
     def normal(shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape) * fan_in**-0.5, dtype)
 
-    def weights(parts: int, depth: int, columns: int) -> jax.Array:
-        if not packed:
+    def weights(parts: int, depth: int, columns: int) -> jax.Array | fp8.Fp8Weights:
+        if packed == "fp8":
+            factors = rng.lognormal(0, 1, (num_experts, parts, 1, columns)).astype(np.float32)
+            matrices = normal((num_experts, parts, depth, columns), depth).astype(jnp.float32) * factors
+            return jax.jit(jax.vmap(jax.vmap(fp8.quantise)))(matrices)
+        if packed is None:
             return normal((num_experts, depth, parts, columns), depth)
         blocks = rng.integers(0, 256, (num_experts, parts, columns, depth // 32, 16)).astype(np.uint8)
         scales = rng.integers(118, 124, blocks.shape[:-1]).astype(np.uint8)
@@ -96,8 +101,11 @@ def make_case(
     )
 
 
-def _plain(weights: jax.Array) -> jax.Array:
-    """[X, depth, parts, columns], of weights in MXFP4 too."""
+def _plain(weights: jax.Array | fp8.Fp8Weights) -> jax.Array:
+    """[X, depth, parts, columns], of packed weights too."""
+    if isinstance(weights, fp8.Fp8Weights):
+        values = jax.vmap(jax.vmap(fp8.unpack))(weights.codes).astype(jnp.float32)
+        return (values * weights.scales[:, :, None]).swapaxes(1, 2)
     return mxfp4.unpack(weights).swapaxes(1, 2) if weights.ndim == 6 else weights
 
 

@@ -13,12 +13,21 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.mosaic_gpu import expert_products_mosaic_gpu
-from pallas_kernels.expert_products.mxfp4_gpu import packed_products_mosaic_gpu
-from pallas_kernels.expert_products.tuning import FEW, MANY, PACKED_FEW, PACKED_ONE, PACKED_SOME
+from pallas_kernels.expert_products.packed_gpu import packed_products_mosaic_gpu
+from pallas_kernels.expert_products.tuning import (
+    FEW,
+    FP8_FEW,
+    FP8_MANY,
+    FP8_ONE,
+    MANY,
+    PACKED_FEW,
+    PACKED_ONE,
+    PACKED_SOME,
+)
 from tests.kernels.expert_cases import make_case, relative_error
 
 plan_experts = jax.jit(ep.plan_experts, static_argnums=(1, 2))
-PACKED = {"packed": True, "like_gpt_oss": True}
+PACKED = {"packed": "mxfp4", "like_gpt_oss": True}
 
 
 @settings(max_examples=20)
@@ -52,7 +61,11 @@ def test_plan(data):
 
 
 @pytest.mark.parametrize("block", [8, 64])
-@pytest.mark.parametrize("options", [{}, {"busy": 3}, {"like_gpt_oss": True}, {"packed": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"busy": 3}, {"like_gpt_oss": True}, {"packed": "mxfp4"}, {"packed": "fp8", "like_gpt_oss": True}],
+    ids=str,
+)
 def test_reference(block, options):
     case = make_case(150, 3, 6, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
@@ -70,6 +83,9 @@ def test_reference(block, options):
         (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
         (dataclasses.replace(PACKED_ONE, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
         (dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED),
+        (dataclasses.replace(FP8_FEW, num_ctas=2), (5, 2, 4, 192, 128), {"packed": "fp8"}),
+        (dataclasses.replace(FP8_ONE, num_ctas=2), (3, 2, 4, 192, 320), PACKED | {"packed": "fp8"}),
+        (dataclasses.replace(FP8_MANY, num_ctas=2, rows=24), (40, 2, 3, 128, 128), {"packed": "fp8"}),
     ],
     ids=[
         "few rows",
@@ -79,6 +95,9 @@ def test_reference(block, options):
         "packed",
         "packed, depth shared",
         "packed, warpgroups",
+        "FP8",
+        "FP8, depth shared",
+        "FP8, warpgroups",
     ],
 )
 def test_kernel_in_the_interpreter(tuning, sizes, options):
@@ -103,7 +122,7 @@ def test_what_is_not_supported():
     ):
         ep.check_supported("bfloat16", "bfloat16", (4, 64, 2, 96))
     with pytest.raises(
-        NotImplementedError, match="rows of float16 for experts in MXFP4: the kernel takes bfloat16"
+        NotImplementedError, match="rows of float16 for packed experts: the kernel takes bfloat16"
     ):
         ep.check_supported("float16", "int32", (4, 2, 1, 1, 17, 32))
     for weights in (("bfloat16", (4, 64, 2, 64)), ("int32", (4, 2, 1, 1, 17, 32))):
@@ -116,6 +135,6 @@ def test_a_plan_for_other_blocks_is_refused():
     plan = ep.plan_experts(jnp.asarray(case.experts), 2, 8)
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 64"):
         expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=FEW)
-    case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed=True)
+    case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed="mxfp4")
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
         packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_FEW)

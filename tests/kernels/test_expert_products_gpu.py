@@ -7,14 +7,8 @@ import pytest
 from models.experts import expert_mlp
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
-from pallas_kernels.expert_products.tuning import (
-    FEW,
-    MANY,
-    PACKED_FEW,
-    PACKED_MANY,
-    PACKED_ONE,
-    PACKED_SOME,
-)
+from pallas_kernels.expert_products.tuning import FEW, FP8_TUNING, MANY, PACKED_TUNING
+from pallas_kernels.support import record_for
 from tests.kernels.expert_cases import make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -41,9 +35,8 @@ def test_products(tuning, sizes, options):
     assert relative_error(out, case.expected()) < (2e-3 if case.x.dtype == jnp.float16 else 1.5e-2)
 
 
-@pytest.mark.parametrize(
-    "tuning", [PACKED_ONE, PACKED_FEW, PACKED_SOME, PACKED_MANY], ids=["one", "few", "some", "many"]
-)
+@pytest.mark.parametrize("number", range(4), ids=["one", "few", "some", "many"])
+@pytest.mark.parametrize("packed", ["mxfp4", "fp8"])
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -54,20 +47,20 @@ def test_products(tuning, sizes, options):
     ],
     ids=str,
 )
-def test_products_of_mxfp4(tuning, sizes, options):
-    case = make_case(*sizes, dtype=jnp.bfloat16, packed=True, **options)
+def test_products_of_packed_weights(packed, number, sizes, options):
+    tuning = record_for({"mxfp4": PACKED_TUNING, "fp8": FP8_TUNING}[packed])[number]
+    case = make_case(*sizes, dtype=jnp.bfloat16, packed=packed, **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
     out = case.products(ep.expert_products, plan, tuning=tuning)
     assert relative_error(out, case.expected()) < 1.5e-2
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
+@pytest.mark.parametrize("packed", [None, "mxfp4", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 40, 1000])
 def test_mlp(tokens, packed):
     """The whole MLP, by the kernel and expert by expert."""
-    config = tiny_config(
-        hidden_size=128, num_experts=12, experts_per_token=3, expert_size=64, experts_mxfp4=packed
-    )
+    config = tiny_config(hidden_size=128, num_experts=12, experts_per_token=3, expert_size=64)
+    config = config.replace(experts_mxfp4=packed == "mxfp4", weights_fp8=packed == "fp8")
     case = make_case(tokens, 3, 12, 128, 64, dtype=jnp.bfloat16, packed=packed)
     params = {
         "router": jax.random.normal(jax.random.key(0), (128, 12), jnp.bfloat16),

@@ -44,8 +44,8 @@ CONFIGS = {
     "biases and a head": CONFIG.replace(qkv_bias=True, tie_embeddings=False),
     "gemma 2": tiny_gemma2_config(num_layers=2, sliding_layers=(0,)),
     "gemma 3": tiny_gemma_config(num_layers=3, sliding_layers=(0, 1)),
-    "gpt-oss": tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,)),
-    "experts": CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,)),
+    "gpt-oss": tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,), expert_size=128),
+    "experts": CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=64, dense_layers=(0,)),
 }
 PRODUCTS = ("qkv", "attn_out", "gate_up", "down")
 HOW = Quantisation(method="fp8", blocks=((32, 32), CHANNELS, WHOLE))
@@ -72,7 +72,7 @@ def with_whole_scales(params):
 # --- what they compute ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["biases and a head", "gemma 2", "experts"])
+@pytest.mark.parametrize("kind", ["biases and a head", "gemma 2", "experts", "gpt-oss"])
 def test_logits_are_those_of_the_weights_that_they_stand_for(kind):
     params, config = in_fp8(random_params(CONFIGS[kind], 0), CONFIGS[kind])
     assert any(isinstance(leaf, fp8.Fp8Weights) for leaf in params["layers"][0].values())
@@ -264,6 +264,39 @@ def test_checkpoints_in_fp8(form):
                 np.testing.assert_array_equal(layer[leaf].scales[part], np.broadcast_to(scales, own.shape[1]))
 
 
+@pytest.mark.parametrize("form", ["channels", "blocks", "one in bfloat16"])
+def test_checkpoints_of_experts_in_fp8(form):
+    """Codes and scales of every expert by itself; "one" are all gates' here."""
+    config, stored, dense = CONFIGS["experts"], {}, {}
+    for name, x in random_tensors(config).items():
+        stored[name] = dense[name] = x
+        if ".experts." in name:
+            module = name.removesuffix(".weight").replace("gate_proj", "gate_k_proj")
+            tensors, dense[name] = FORMS[form](module, x)
+            stored |= {key.replace("gate_k_proj", "gate_proj"): tensor for key, tensor in tensors.items()}
+    config = with_fp8_weights(config)
+    source = DequantisedTensors(Tensors(stored), HOW, config)
+    params = assemble_params(source, config, "bfloat16", progress=False)["layers"][1]
+    plain = assemble_params(Tensors(dense), CONFIGS["experts"], "float32", progress=False)["layers"][1]
+    specs = param_specs(config)["layers"][1]
+    for name in ("expert_gate_up", "expert_down"):
+        if form == "channels" or (form, name) == ("one in bfloat16", "expert_down"):
+            np.testing.assert_array_equal(dequantised(params[name], specs[name]), plain[name])
+        else:
+            assert same(params[name], quantised(plain[name], specs[name]))
+    if form == "channels":
+        found = fp8.unpack(params["expert_gate_up"].codes[3, 1]).T  # of the fourth expert's up projection
+        own = stored["model.layers.1.mlp.experts.3.up_proj.weight"]
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint8), own.view(np.uint8))
+
+
+def test_experts_in_mxfp4_that_do_not_stay_so():
+    config = CONFIGS["gpt-oss"]
+    packed, plain = (Tensors(tensors) for tensors in in_mxfp4(random_tensors(config)))
+    found = assemble_params(packed, with_fp8_weights(config), "float32", progress=False)
+    assert same(found, in_fp8(assemble_params(plain, config, "float32", progress=False), config)[0])
+
+
 def write_directory(path, tensors, **more):
     names = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
     contents = names | {
@@ -328,6 +361,10 @@ def test_sizes_that_are_no_multiples_of_64():
     config = CONFIG.replace(intermediate_size=96, head_dim=6)
     with pytest.raises(UnsupportedModelError) as refused:
         with_fp8_weights(config)
+    with pytest.raises(
+        UnsupportedModelError, match="FP8: expert_gate_up is 64 x 48, expert_down is 48 x 64, exp"
+    ):
+        with_fp8_weights(CONFIGS["experts"].replace(expert_size=48))
     assert str(refused.value) == (
         "the weights of tiny cannot be in FP8: qkv is 64 x 96, attn_out is 48 x 64, down is 96 x 64, expected multiples of "
         "64. Load them without quantization"

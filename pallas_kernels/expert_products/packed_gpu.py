@@ -1,4 +1,4 @@
-"""The products with MXFP4 weights for Hopper GPUs, in Pallas' Mosaic GPU: a fourth of the bytes of bfloat16 ones.
+"""The products with packed weights, MXFP4 or FP8, for Hopper GPUs, in Pallas' Mosaic GPU.
 
 As `mosaic_gpu`, but turned round: a warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the
 left operand, and the rows of a block as the right one. So a block may have as few as 8 rows, and nothing of what is
@@ -16,19 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_products import mxfp4, unpack_op
+from pallas_kernels.expert_products.formats import FP8, MXFP4, Format
 from pallas_kernels.expert_products.mosaic_gpu import finish
 from pallas_kernels.expert_products.plan import ExpertPlan, place
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
-from pallas_kernels.left_operand import store_transposed
+from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.left_operand import TILE, store_transposed
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 i32, f32 = jnp.int32, jnp.float32
-TILE = mxfp4.TILE
+LOADING = 40  # registers of the loading warpgroup, where the others need many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
+    format: Format
+    scaled: bool  # each column has a scale
     deep: int  # tiles along the depth
     across: int  # tiles along the columns of one part
     parts: int
@@ -69,7 +72,7 @@ class _Tile:
 
 def packed_products_mosaic_gpu(
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | Fp8Weights,
     plan: ExpertPlan,
     *,
     tuning: PackedTuning,
@@ -77,34 +80,38 @@ def packed_products_mosaic_gpu(
     limit: float | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `pallas_kernels.expert_products.expert_products`; weights i32[X, parts, columns / 64, depth / 64, 17, 32]."""
+    """See `pallas_kernels.expert_products.expert_products`."""
     if plan.block != tuning.rows:
         raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
     blocks = (plan.expert, plan.first, plan.counts, plan.ends)
-    return _call(x, weights, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
+    codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
+    return _call(x, codes, scales, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
 def _call(
     x: jax.Array,
-    weights: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array | None,
     bias: jax.Array | None,
     *blocks: jax.Array,
     limit: float | None,
     tuning: PackedTuning,
     interpret: Any,
 ) -> jax.Array:
-    num_experts, parts, across, deep, *tile = weights.shape
-    wgs, deep_step, stages = tuning.shape(across, deep, parts)
+    num_experts, parts, across, deep, *tile = codes.shape
+    form = MXFP4 if scales is None else FP8
+    wgs, deep_step, stages = tuning.shape(across, deep, parts, form.bytes)
     cfg = _Config(
+        format=form, scaled=scales is not None,
         deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
         deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
     )  # fmt: skip
-    biases = () if bias is None else (bias,)
+    of_columns = [a for a in (scales, bias) if a is not None]
 
     def expert_products(*refs: Any) -> None:  # the name that profiles show
-        x_ref, weights_ref, *bias_ref, out = refs[4:]
-        _kernel(cfg, x.dtype, refs[:4], x_ref, weights_ref, bias_ref, out)
+        x_ref, codes_ref, *of_columns_refs, out = refs[4:]
+        _kernel(cfg, x.dtype, refs[:4], x_ref, codes_ref, of_columns_refs, out)
 
     kernel = plgpu.kernel(
         expert_products,
@@ -116,11 +123,11 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(*blocks, x, weights.reshape(num_experts * parts * across, deep, *tile), *biases)
+    return kernel(*blocks, x, codes.reshape(num_experts * parts * across, deep, *tile), *of_columns)
 
 
 def _kernel(
-    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, bias: list[Any], out: Any
+    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, codes: Any, of_columns: list[Any], out: Any
 ) -> None:
     wgs, split, deep_step = cfg.warpgroups, cfg.split, cfg.deep_step
     slots, computing = cfg.stages * split, wgs * split
@@ -135,22 +142,30 @@ def _kernel(
             jnp.maximum(total - lax.axis_index("cta") + (cfg.num_ctas - 1), 0), i32(cfg.num_ctas)
         )
 
+        # A block of many rows has its sums in more registers than each warpgroup gets by default.
+        uneven = cfg.rows > 64 and computing > 1
+        by_default = 512 // (computing + 1) // 8 * 8
+
         @pl.when(wg < computing)
         def _compute_all() -> None:
+            if uneven:
+                own = (by_default * (computing + 1) - LOADING) // computing // 8 * 8
+                plgpu.set_max_registers(own, action="increase")
             unpacked = spare[0].at[wg] if spare else None
             shared = (x_s, w_s, out_s, unpacked, full, free, meet, sums_s)
-            _compute(cfg, wg, rounds, blocks, bias, out, *shared)
+            _compute(cfg, wg, rounds, blocks, of_columns, out, *shared)
 
         @pl.when(wg == computing)
         def _load_all() -> None:
-            _load(cfg, rounds, blocks, x, weights, x_s, w_s, full, free)
+            if uneven:
+                plgpu.set_max_registers(LOADING, action="decrease")
+            _load(cfg, rounds, blocks, x, codes, x_s, w_s, full, free)
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    tile = (mxfp4.ROWS, mxfp4.WORDS)
     pl.run_scoped(
         body,
         plgpu.SMEM((slots, cfg.rows, deep_step * TILE), dtype, transforms=tiled),
-        plgpu.SMEM((slots, wgs, cfg.parts, deep_step, *tile), jnp.int32),
+        plgpu.SMEM((slots, wgs, cfg.parts, deep_step, *cfg.format.tile), jnp.int32),
         plgpu.SMEM((wgs, cfg.rows, TILE), dtype, transforms=tiled),
         plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=slots),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=slots),
@@ -162,7 +177,7 @@ def _kernel(
 
 
 def _load(
-    cfg: _Config, rounds: Any, blocks: Any, x: Any, weights: Any, x_s: Any, w_s: Any, full: Any, free: Any
+    cfg: _Config, rounds: Any, blocks: Any, x: Any, codes: Any, x_s: Any, w_s: Any, full: Any, free: Any
 ) -> None:
     """The loading warpgroup."""
     stages, deep_step = cfg.stages, cfg.deep_step
@@ -182,7 +197,7 @@ def _load(
             for wg in range(cfg.warpgroups):
                 for part in range(cfg.parts):
                     at = (tile.expert * cfg.parts + part) * cfg.across + tile.column + wg
-                    held = weights.at[at, pl.ds(j * deep_step, deep_step)]
+                    held = codes.at[at, pl.ds(j * deep_step, deep_step)]
                     plgpu.copy_gmem_to_smem(held, w_s.at[slot, wg, part], full.at[slot])
             deep = pl.ds(j * deep_step * TILE, deep_step * TILE)
             plgpu.copy_gmem_to_smem(x.at[pl.ds(tile.row, cfg.rows), deep], x_s.at[slot], full.at[slot])
@@ -203,7 +218,7 @@ def _compute(
     wg: Any,
     rounds: Any,
     blocks: Any,
-    bias: list[Any],  # of none or one reference
+    of_columns: list[Any],  # scales, if there are any, and a bias, if there is one
     out: Any,
     x_s: Any,
     w_s: Any,
@@ -231,7 +246,8 @@ def _compute(
                 for i in range(cfg.deep_step):
                     given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
                     for part, acc in enumerate(accumulators):
-                        plgpu.wgmma(acc, unpack_op.unpack(w_s.at[slot, own, part, i], unpacked), given)
+                        packed = w_s.at[slot, own, part, pl.ds(i, 1)]
+                        plgpu.wgmma(acc, cfg.format.unpack(packed, unpacked), given)
                         plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
@@ -262,8 +278,12 @@ def _compute(
             end(tile, column, tuple(a + b for a, b in zip(sums, others, strict=True)))
 
     def end(tile: _Tile, column: Any, sums: tuple[Any, ...]) -> None:
-        if bias:
-            sums = tuple(s + _bias(bias[0], tile.expert, part, column, rows) for part, s in enumerate(sums))
+        scales, bias = (of_columns[:1], of_columns[1:]) if cfg.scaled else ([], of_columns)
+        at = (tile.expert, column, rows)
+        for held in scales:
+            sums = tuple(s * _of_columns(held, part, *at) for part, s in enumerate(sums))
+        for held in bias:
+            sums = tuple(s + _of_columns(held, part, *at) for part, s in enumerate(sums))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store_transposed(finish(sums, cfg.limit).astype(out.dtype), staged, interpreted=cfg.interpreted)
         plgpu.commit_smem()
@@ -281,8 +301,8 @@ def _compute(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _bias(bias: Any, expert: Any, part: int, column: Any, rows: int) -> Any:
-    """Of a tile's columns, for all rows."""
-    held = bias.at[expert, part, pl.ds(pl.multiple_of(column * TILE, TILE), TILE)]
+def _of_columns(of_all: Any, part: int, expert: Any, column: Any, rows: int) -> Any:
+    """A tile's of [X, parts, columns], for all rows."""
+    held = of_all.at[expert, part, pl.ds(pl.multiple_of(column * TILE, TILE), TILE)]
     values = plgpu.load(held, layout=BY_ROW, optimized=False).astype(f32)
     return lax.broadcast_in_dim(values, (TILE, rows), (0,))

@@ -1,18 +1,33 @@
-"""MXFP4 weights made bfloat16 in registers."""
+"""The formats of packed weights: how a tile of 64 columns x 64 of the depth lies in memory, and becomes bfloat16."""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.expert_products import mxfp4
+from pallas_kernels.fp8_products import device_ops, packing
 from pallas_kernels.left_operand import bfloat16s, constant, four_words, left_operand, word
 
 
-def unpack(tile: jax.Ref, spare: jax.Ref | None) -> Any:
-    """A packed tile i32[17, 32] as a matrix instruction's left operand: see `left_operand`."""
-    return left_operand(tile, spare, lambda words: mxfp4.unpack(words[None, None]), _pairs)
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """`unpack` makes of tiles i32[1, *tile] a matrix instruction's left operand in registers: see `left_operand`."""
+
+    tile: tuple[int, int]  # of 32-bit words
+    unpack: Callable[[jax.Ref, jax.Ref | None], Any]
+
+    @property
+    def bytes(self) -> int:
+        """Of a tile."""
+        return self.tile[0] * self.tile[1] * 4
+
+
+def _unpack_mxfp4(tiles: jax.Ref, spare: jax.Ref | None) -> Any:
+    return left_operand(tiles, spare, lambda words: mxfp4.unpack(words[None]), _pairs)
 
 
 def _pairs(pointer: Any, thread: Any) -> Iterator[tuple[int, int, Any]]:
@@ -34,3 +49,7 @@ def _rotated(x: Any, right: int) -> Any:
     if not right:
         return x
     return arith.ori(arith.shrui(x, constant(right)), arith.shli(x, constant(32 - right)))
+
+
+MXFP4 = Format((mxfp4.ROWS, mxfp4.WORDS), _unpack_mxfp4)
+FP8 = Format((packing.WORDS, packing.WORDS), functools.partial(device_ops.unpack, narrow=False))
