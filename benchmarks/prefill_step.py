@@ -27,7 +27,7 @@ from benchmarks.gpu_timing import kernels_of
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
-from tangram_jax.step import Chunk, Decode, step
+from tangram_jax.step import Chunk, Decode, compiler_options, step
 
 CASES = (  # tokens of the chunk, of its row before, requests that decode beside it
     (8192, 0, 0),
@@ -99,7 +99,7 @@ def measure(params: Any, config: ModelConfig, case: tuple[int, int, int], roof: 
 
     chosen = jnp.arange(decoding + 1, dtype=jnp.int32)
     began = time.perf_counter()
-    program = steps.lower(params, cache, chosen).compile()
+    program = steps.lower(params, cache, chosen).compile(compiler_options())
     compiled = time.perf_counter() - began
     state: list[Any] = [chosen, cache]
     run = partial(_run, program, params, state)

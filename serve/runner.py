@@ -34,7 +34,7 @@ from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
 from tangram_jax.sharding import TensorParallel
-from tangram_jax.step import Chunk, Decode, step
+from tangram_jax.step import Chunk, Decode, compiler_options, step
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -107,7 +107,8 @@ class Runner(RowCopies):
         store = ProgramStore(programs, config, plan, scorer) if programs else None
         if store:
             run_step = store.keep("step", run_step, _like_step)
-        self._step = jax.jit(run_step, static_argnames="all_logits", donate_argnums=1)
+        static: Any = {"static_argnames": "all_logits", "compiler_options": compiler_options()}
+        self._step = jax.jit(run_step, donate_argnums=1, **static)
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
         self.reset()
 

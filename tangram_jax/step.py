@@ -103,6 +103,15 @@ def step(
     return logits[:wanted], cache
 
 
+def compiler_options() -> dict[str, str] | None:
+    """For `jax.jit` of a program with a chunk: without XLA's search for what could be computed twice to save memory.
+
+    On a GPU it counts the donated pool once more for every kernel that writes into it, and where that is more than there is
+    it warns and has a few small results computed again, which saves nothing.
+    """
+    return {"xla_disable_hlo_passes": "rematerialization"} if jax.default_backend() == "gpu" else None
+
+
 def prefill_chunk(
     params: Any,
     model_config: ModelConfig,
@@ -117,7 +126,7 @@ def prefill_chunk(
     """Run the next `count` of `tokens` i32[T] of `row` and compress the row to plan.lengths of its new token count.
 
     Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
-    and the cache donated. Reserve pages for the row's new token count first.
+    and the cache donated, and with `compiler_options()`. Reserve pages for the row's new token count first.
     """
     chunk = Chunk(jnp.asarray(row), jnp.asarray(tokens), jnp.asarray(count))
     logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
