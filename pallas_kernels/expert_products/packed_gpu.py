@@ -25,6 +25,7 @@ from pallas_kernels.left_operand import TILE, store_transposed
 
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 i32, f32 = jnp.int32, jnp.float32
+OVERLAPPED = 64  # rows of a block from which on the tensor cores count, not the memory
 LOADING = 40  # registers of the loading warpgroup, where the others need many
 
 
@@ -52,6 +53,11 @@ class _Config:
     @property
     def steps(self) -> int:
         return self.deep // self.deep_step
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether a step is unpacked while the products of the one before go on, which then holds its memory for longer."""
+        return self.rows >= OVERLAPPED
 
     def steps_of(self, turn: Any) -> Any:
         """Steps of a tile that are a warpgroup's turn: those with this remainder."""
@@ -240,8 +246,11 @@ def _compute(
         done = n * cfg.steps_of(turn)
 
         def products(*accumulators: Any) -> tuple[Any, ...]:
+            def slot_of(j: Any) -> Any:
+                return turn * stages + lax.rem(done + j, i32(stages))
+
             def one_step(j: Any, nothing: Any) -> None:
-                slot = turn * stages + lax.rem(done + j, i32(stages))
+                slot = slot_of(j)
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(cfg.deep_step):
                     given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
@@ -249,10 +258,17 @@ def _compute(
                         packed = w_s.at[slot, own, part, pl.ds(i, 1)]
                         plgpu.wgmma(acc, cfg.format.unpack(packed, unpacked), given)
                         plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot])
+                        if cfg.overlapped and not i and not part:  # the step before is done only now
+                            plgpu.barrier_arrive(free.at[slot_of(j - 1)], predicate=j > 0)
+                if not cfg.overlapped:
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(free.at[slot])
 
-            lax.fori_loop(0, cfg.steps_of(turn), one_step, None)
+            steps = cfg.steps_of(turn)
+            lax.fori_loop(0, steps, one_step, None)
+            if cfg.overlapped:
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(free.at[slot_of(steps - 1)], predicate=steps > 0)
             return tuple(acc[...] for acc in accumulators)
 
         sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)

@@ -95,7 +95,7 @@ PACKED_TUNING = {
 }
 FP8_ONE = PackedTuning(up_to=0.25, rows=8, per_sm=4, split=2, deep=2)
 FP8_FEW = PackedTuning(up_to=8, rows=16, per_sm=3, deep=2)
-FP8_SOME = PackedTuning(up_to=64, rows=64, per_sm=3, warpgroups=3, deep=2)
+FP8_SOME = PackedTuning(up_to=48, rows=64, per_sm=3, warpgroups=3, deep=2)
 FP8_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2)
 FP8_TUNING = {
     "9.0": (FP8_ONE, FP8_FEW, FP8_SOME, FP8_MANY),

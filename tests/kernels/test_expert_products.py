@@ -85,7 +85,12 @@ def test_reference(block, options):
         (dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED),
         (dataclasses.replace(FP8_FEW, num_ctas=2), (5, 2, 4, 192, 128), {"packed": "fp8"}),
         (dataclasses.replace(FP8_ONE, num_ctas=2), (3, 2, 4, 192, 320), PACKED | {"packed": "fp8"}),
-        (dataclasses.replace(FP8_MANY, num_ctas=2, rows=24), (40, 2, 3, 128, 128), {"packed": "fp8"}),
+        (
+            dataclasses.replace(FP8_FEW, num_ctas=2, rows=24, warpgroups=2),
+            (40, 2, 3, 128, 128),
+            {"packed": "fp8"},
+        ),
+        (dataclasses.replace(FP8_MANY, num_ctas=2), (150, 2, 3, 256, 128), {"packed": "fp8"}),
     ],
     ids=[
         "few rows",
@@ -98,6 +103,7 @@ def test_reference(block, options):
         "FP8",
         "FP8, depth shared",
         "FP8, warpgroups",
+        "FP8, many rows",
     ],
 )
 def test_kernel_in_the_interpreter(tuning, sizes, options):
