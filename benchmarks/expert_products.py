@@ -5,11 +5,12 @@
   python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
-than it is read in between). Tokens are routed evenly at random. The floor is what is larger: the bytes of the experts that
-are reached at the roof, a large reduction measured in the same run, or the products at 800 TFLOP/s. `ragged_dot` is
-`jax.lax.ragged_dot`, `pallas` the kernel in `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles;
-they compute gate and up alone, without SiLU, and are compared with our first product. With `--mxfp4` both products are
-compared with those of our kernel for bfloat16. GPT-OSS's have its biases and activation.
+than it is read in between). Tokens are routed evenly at random; a single one has an empty slot beside it, as in a decode
+step. The floor is what is larger: the bytes of the experts that are reached at the roof, a large reduction measured in the
+same run, or the products at 800 TFLOP/s. `ragged_dot` is `jax.lax.ragged_dot`, `pallas` the kernel in
+`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles; they compute gate and up alone, without SiLU,
+and are compared with our first product. With `--mxfp4` both products are compared with those of our kernel for bfloat16.
+GPT-OSS's have its biases and activation.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SHAPES = {  # experts, chosen of them, hidden size, width of an expert
     "gpt-oss-20b": (32, 4, 2880, 2880),
     "gpt-oss-120b": (128, 4, 2880, 2880),
 }
-TOKENS = (1, 4, 32, 128, 512, 2048, 8192)
+TOKENS = (1, 2, 4, 32, 128, 512, 2048, 8192)
 TENSOR_CORES = 800.0  # TFLOP/s
 
 
@@ -46,26 +47,39 @@ def library_us(call: Any, *args: jax.Array) -> float:
 
 
 def both_us(
-    x: jax.Array, experts: np.ndarray, weights: tuple[jax.Array, jax.Array], like_gpt_oss: bool
+    x: jax.Array,
+    experts: np.ndarray,
+    weights: tuple[jax.Array, jax.Array],
+    like_gpt_oss: bool,
+    in_order: bool,
 ) -> tuple[float, float]:
-    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to."""
+    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to.
+
+    `in_order`: rows are sorted, however few they are.
+    """
     num_experts, packed = len(weights[0]), weights[0].ndim == 6
-    tuning = (ep.packed_tuning_for if packed else ep.tuning_for)(experts.size, num_experts)
-    plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
-    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+    there = np.arange(max(len(x), 2)) < len(x)
+    x, experts = jnp.resize(x, (len(there), x.shape[1])), np.resize(experts, (len(there), experts.shape[1]))
+    directly = not in_order and ep.goes_directly(len(there), experts.shape[1], num_experts, packed=packed)
+    tuning = (ep.packed_tuning_for if packed else ep.tuning_for)(1 if directly else experts.size, num_experts)
+    plan: Any
+    if directly:
+        plan = ep.plan_directly(jnp.asarray(experts), jnp.asarray(there))
+    else:
+        routed = np.where(there[:, None], experts, num_experts)
+        plan = ep.plan_experts(jnp.asarray(routed), num_experts, tuning.rows)
     hidden = x.shape[1]
     width = weights[0].shape[2] * mxfp4.TILE if packed else weights[0].shape[3]
     biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
 
     def products(x: jax.Array, w: jax.Array, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
-        expert, first, counts, ends = blocks
-        given = plan._replace(expert=expert, first=first, counts=counts, ends=ends)
+        given = plan._replace(blocks=type(plan.blocks)(*blocks))
         limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
         return ep.expert_products(x, w, given, tuning=tuning, bias=bias, limit=limit)
 
-    x, times = x[plan.token], []
+    x, times = plan.given(x), []
     for w, bias in zip(weights, biases if like_gpt_oss else (None, None), strict=True):
-        args = (x, w, bias, *blocks)
+        args = (x, w, bias, *plan.blocks)
         times.append(cold_kernel_us(products, args, "expert_products")[0])
         x = jax.jit(products)(*args)
     return times[0], times[1]
@@ -78,6 +92,7 @@ def measure(
     weights: tuple[jax.Array, jax.Array],
     packed: tuple[jax.Array, jax.Array] | None,
     others: bool,
+    in_order: bool,
 ) -> dict:
     num_experts, count, hidden, width = SHAPES[shape]
     rng = np.random.default_rng(tokens)
@@ -85,14 +100,14 @@ def measure(
     given = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
     gate_up, down = packed or weights
     like_gpt_oss = shape.startswith("gpt-oss")
-    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss)
+    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss, in_order)
     reached = len(np.unique(experts)) / num_experts
     read = (gate_up.nbytes + down.nbytes) * reached / roof / 1e3
     computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
     row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
     if packed:
-        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss))
+        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss, in_order))
         row["x_bfloat16"] = row["bfloat16_us"] / (first + second)
     elif others:
         sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
@@ -120,6 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
     parser.add_argument("--alone", action="store_true", help="without the two others")
+    parser.add_argument("--sorted", action="store_true", help="rows sorted by expert, however few tokens")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     num_experts, _, hidden, width = SHAPES[args.shape]
@@ -140,7 +156,7 @@ def main() -> None:
         packed = (gate_up, down)
     rows = []
     for tokens in args.tokens:
-        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone))
+        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone, args.sorted))
         print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
     table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
     for key in rows[0]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.expert_products.plan import ExpertPlan
+from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 
 GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
 f32 = jnp.float32
@@ -22,7 +22,7 @@ def activation(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array
 def expert_products_reference(
     x: jax.Array,
     weights: jax.Array,
-    plan: ExpertPlan,
+    plan: ExpertPlan | DirectPlan,
     *,
     bias: jax.Array | None = None,
     limit: float | None = None,
@@ -31,16 +31,17 @@ def expert_products_reference(
     rows, depth = x.shape
     packed = weights.ndim == 6
     parts, columns = (weights.shape[1], weights.shape[2] * mxfp4.TILE) if packed else weights.shape[2:]
-    block = plan.block
+    block, products, of_tokens = plan.block, plan.blocks.products(rows), plan.blocks.of_tokens(rows)
     x = jnp.pad(x, ((0, block), (0, 0)))
 
     def matrix(held: jax.Array) -> jax.Array:
         return mxfp4.unpack(held).swapaxes(0, 1).astype(x.dtype) if packed else held
 
     def body(b: jax.Array, out: jax.Array) -> jax.Array:
-        expert, row, _ = plan.place(b)
+        expert, row, _ = plan.blocks.place(b, block)
+        given = plan.blocks.token(row) if of_tokens else row
         sums = jnp.matmul(
-            lax.dynamic_slice_in_dim(x, row, block),
+            lax.dynamic_slice_in_dim(x, given, block),
             matrix(weights[expert]).reshape(depth, parts * columns),
             preferred_element_type=f32,
         )
@@ -51,5 +52,5 @@ def expert_products_reference(
         # Rows of the next expert are written too; their own block comes later.
         return lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), row, 0)
 
-    start = jnp.zeros((rows + block, columns), x.dtype)
-    return lax.fori_loop(0, plan.ends[-1], body, start)[:rows]
+    start = jnp.zeros((products + block, columns), x.dtype)
+    return lax.fori_loop(0, plan.blocks.total(), body, start)[:products]
