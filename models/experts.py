@@ -35,7 +35,8 @@ def likeliest(logits: Float[Array, "T X"], count: int) -> tuple[Float[Array, "T 
     rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
     chosen = rank[:, None] == lax.iota(jnp.int32, count)[:, None]  # [T, k, X]
     largest = jnp.sum(jnp.where(chosen, logits[:, None], 0), axis=2)
-    return largest, jnp.sum(jnp.where(chosen, number, 0), axis=2, dtype=jnp.int32)
+    # The maximum is the one that is chosen, and an expert's number also where logits are none.
+    return largest, jnp.max(jnp.where(chosen, number, 0), axis=2)
 
 
 def expert_weights(
@@ -106,13 +107,13 @@ def expert_mlp(
     directly = ep.goes_directly(x.shape[0], count, num_experts, packed=packed)
     tuning = (ep.packed_tuning_for if packed else ep.tuning_for)(1 if directly else rows, num_experts)
     kernel = _has_kernel(x, gate_up, down)
+    # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
+    block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
     with jax.named_scope("plan_experts"):
         plan: ep.ExpertPlan | ep.DirectPlan
         if directly:
             plan = ep.plan_directly(experts, there)
         else:
-            # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
-            block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
             routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
             plan = ep.plan_experts(routed, num_experts, block)
         h = plan.given(x)
@@ -127,12 +128,11 @@ def expert_mlp(
         weights, whole = expert_weights(logits, largest, config.normalize_experts)
         if not directly:
             weights = [weight / whole for weight in weights]
-        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
+        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
+        # divided: then the sum of weights needs no kernel either.
         parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
         total = sum(parts[1:], parts[0])
-        if directly:  # divided once, the weights' sum needs no kernel
-            total = total / whole
-        total = total.astype(x.dtype)
+        total = (total / whole if directly else total).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 

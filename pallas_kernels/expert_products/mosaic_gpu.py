@@ -3,7 +3,8 @@
 A CTA works through tiles: a block of one expert's rows times some columns of its weights. One warpgroup issues all loads
 (TMA), ahead of the computing ones and across tiles; each computing warpgroup has 64 rows. Gate and up are two parts of the
 weights whose columns one tile takes side by side, so that what lies between the two products of an MLP needs no kernel.
-Rows of an expert begin at multiples of 8, and so do the stores: no row of another expert is ever written.
+Rows of an expert begin at multiples of 8, and so do the stores: no row of another expert is ever written. Of a direct plan
+a block has 8 rows, the first of which counts; it is loaded from where the token lies.
 """
 
 import dataclasses
@@ -98,8 +99,8 @@ def _call(
     given, depth = x.shape
     num_experts, _, parts, columns = weights.shape
     cfg = _Config(
-        depth=depth, columns=columns, parts=parts, limit=limit, of_tokens=blocks.of_tokens(given), rows=rows, tuning=tuning,
-        num_ctas=tuning.ctas(), interpreted=interpret is not None,
+        depth=depth, columns=columns, parts=parts, limit=limit, of_tokens=blocks.of_tokens(given), rows=rows,
+        num_ctas=tuning.ctas(), interpreted=interpret is not None, tuning=tuning,
     )  # fmt: skip
 
     biases = () if bias is None else (bias,)
@@ -176,6 +177,7 @@ def _load(
                 plgpu.copy_gmem_to_smem(
                     weights.at[tile.expert, deep, columns], w_s.at[slot, part], full.at[slot]
                 )
+            # Further rows hold anything, and their products too, which nobody stores.
             plgpu.copy_gmem_to_smem(x.at[*tile.given, deep], x_s.at[slot, pl.ds(0, cfg.rows)], full.at[slot])
 
         lax.fori_loop(0, cfg.steps, one_step, None)

@@ -88,6 +88,16 @@ def test_few_tokens_go_to_their_experts_directly(there, normalize, monkeypatch):
     np.testing.assert_array_equal(np.asarray(got)[~np.array(there)], 0)
 
 
+def test_a_token_of_no_numbers_harms_no_other():
+    config = tiny_config(num_layers=1, num_experts=6, experts_per_token=2, expert_size=48)
+    layer = init_params(config, jax.random.key(1))["layers"][0]
+    x = np.random.default_rng(2).standard_normal((2, 64)).astype(np.float32)
+    want = mlp(layer, x, config)[1]
+    x[0] = np.nan
+    assert likeliest(jnp.full((1, 6), np.nan), 2)[1].max() < 6  # what a kernel reads is there
+    np.testing.assert_array_equal(mlp(layer, x, config)[1], want)
+
+
 def test_layers_without_experts_have_an_mlp():
     config = tiny_config(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(1, 2))
     layers = init_params(config, jax.random.key(0))["layers"]
