@@ -6,11 +6,12 @@
   python -m benchmarks.expert_products --fp8               weights in FP8, against it
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
-than it is read in between). Tokens are routed evenly at random. The floor is what is larger: the bytes of the experts that
-are reached at the roof, a large reduction measured in the same run, or the products at 800 TFLOP/s. `ragged_dot` is
-`jax.lax.ragged_dot`, `pallas` the kernel in `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles;
-they compute gate and up alone, without SiLU, and are compared with our first product. With `--mxfp4` and `--fp8` both
-products are compared with those of our kernel for bfloat16. GPT-OSS's have its biases and activation.
+than it is read in between). Tokens are routed evenly at random; a single one has an empty slot beside it, as in a decode
+step. The floor is what is larger: the bytes of the experts that are reached at the roof, a large reduction measured in the
+same run, or the products at 800 TFLOP/s. `ragged_dot` is `jax.lax.ragged_dot`, `pallas` the kernel in
+`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles; they compute gate and up alone, without SiLU,
+and are compared with our first product. With `--mxfp4` and `--fp8` both products are compared with those of our kernel for
+bfloat16. GPT-OSS's have its biases and activation.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SHAPES = {  # experts, chosen of them, hidden size, width of an expert
     "gpt-oss-20b": (32, 4, 2880, 2880),
     "gpt-oss-120b": (128, 4, 2880, 2880),
 }
-TOKENS = (1, 4, 32, 128, 512, 2048, 8192)
+TOKENS = (1, 2, 4, 32, 128, 512, 2048, 8192)
 TENSOR_CORES = 800.0  # TFLOP/s
 Weight = jax.Array | fp8.Fp8Weights
 Weights = tuple[Weight, Weight]  # of gate and up, and of down
@@ -49,29 +50,40 @@ def library_us(call: Any, *args: jax.Array) -> float:
     return sum(sum(times) for times in trace_kernels(lambda: run(*args)).values())
 
 
-def both_us(x: jax.Array, experts: np.ndarray, weights: Weights, like_gpt_oss: bool) -> tuple[float, float]:
-    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to."""
+def both_us(
+    x: jax.Array, experts: np.ndarray, weights: Weights, like_gpt_oss: bool, in_order: bool
+) -> tuple[float, float]:
+    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to.
+
+    `in_order`: rows are sorted, however few they are.
+    """
     held = jax.tree.leaves(weights[0])[0]
     num_experts, packed = len(held), held.ndim == 6
-    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(experts.size, num_experts)
+    there = np.arange(max(len(x), 2)) < len(x)
+    x, experts = jnp.resize(x, (len(there), x.shape[1])), np.resize(experts, (len(there), experts.shape[1]))
+    directly = not in_order and ep.goes_directly(len(x), experts.shape[1], num_experts)
+    rows = 1 if directly else experts.size
+    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(rows, num_experts)
     if packed:
-        in_fp8 = isinstance(weights[0], fp8.Fp8Weights)
-        tuning = ep.packed_tuning_for(experts.size, num_experts, fp8=in_fp8)
-    plan = ep.plan_experts(jnp.asarray(experts), num_experts, tuning.rows)
-    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
+        tuning = ep.packed_tuning_for(rows, num_experts, fp8=isinstance(weights[0], fp8.Fp8Weights))
+    plan: Any
+    if directly:
+        plan = ep.plan_directly(jnp.asarray(experts), jnp.asarray(there))
+    else:
+        routed = np.where(there[:, None], experts, num_experts)
+        plan = ep.plan_experts(jnp.asarray(routed), num_experts, tuning.rows)
     hidden = x.shape[1]
     width = held.shape[2] * mxfp4.TILE if packed else held.shape[3]
     biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
 
     def products(x: jax.Array, w: Weight, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
-        expert, first, counts, ends = blocks
-        given = plan._replace(expert=expert, first=first, counts=counts, ends=ends)
+        given = plan._replace(blocks=type(plan.blocks)(*blocks))
         limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
         return ep.expert_products(x, w, given, tuning=tuning, bias=bias, limit=limit)
 
-    x, times = x[plan.token], []
+    x, times = plan.given(x), []
     for w, bias in zip(weights, biases if like_gpt_oss else (None, None), strict=True):
-        args = (x, w, bias, *blocks)
+        args = (x, w, bias, *plan.blocks)
         times.append(cold_kernel_us(products, args, "expert_products")[0])
         x = jax.jit(products)(*args)
     return times[0], times[1]
@@ -84,6 +96,7 @@ def measure(
     weights: tuple[jax.Array, jax.Array],
     packed: Weights | None,
     others: bool,
+    in_order: bool,
 ) -> dict:
     num_experts, count, hidden, width = SHAPES[shape]
     rng = np.random.default_rng(tokens)
@@ -91,14 +104,14 @@ def measure(
     given = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
     gate_up, down = packed or weights
     like_gpt_oss = shape.startswith("gpt-oss")
-    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss)
+    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss, in_order)
     reached = len(np.unique(experts)) / num_experts
     read = sum(leaf.nbytes for leaf in jax.tree.leaves((gate_up, down))) * reached / roof / 1e3
     computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
     row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
     if packed:
-        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss))
+        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss, in_order))
         row["x_bfloat16"] = row["bfloat16_us"] / (first + second)
     elif others:
         sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
@@ -128,6 +141,7 @@ def main() -> None:
     packing.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
     packing.add_argument("--fp8", action="store_true", help="weights in FP8")
     parser.add_argument("--alone", action="store_true", help="without the two others")
+    parser.add_argument("--sorted", action="store_true", help="rows sorted by expert, however few tokens")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     num_experts, _, hidden, width = SHAPES[args.shape]
@@ -152,7 +166,7 @@ def main() -> None:
         packed = (next(in_fp8), next(in_fp8))
     rows = []
     for tokens in args.tokens:
-        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone))
+        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone, args.sorted))
         print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
     table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
     for key in rows[0]:

@@ -24,30 +24,35 @@ COMPARED = 512
 log = logging.getLogger("tangram")
 
 
-def likeliest(logits: Float[Array, "T X"], count: int) -> Int[Array, "T k"]:
-    """The `count` experts of each token with the largest logits, the largest first, ties to the lower number."""
+def likeliest(logits: Float[Array, "T X"], count: int) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """The `count` largest logits of each token and their experts, the largest first, ties to the lower number."""
     if len(logits) > COMPARED:
-        return lax.top_k(logits, count)[1]
+        largest, experts = lax.top_k(logits, count)
+        return largest, experts
     # By comparisons instead of sorting: two small kernels on a GPU.
     number = lax.iota(jnp.int32, logits.shape[1])
     mine, others = logits[:, :, None], logits[:, None, :]
     ahead = (others > mine) | ((others == mine) & (number < number[:, None]))
     rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
     chosen = rank[:, None] == lax.iota(jnp.int32, count)[:, None]  # [T, k, X]
-    return jnp.sum(jnp.where(chosen, number, 0), axis=2, dtype=jnp.int32)
+    largest = jnp.sum(jnp.where(chosen, logits[:, None], 0), axis=2)
+    # The maximum is the one that is chosen, and an expert's number also where logits are none.
+    return largest, jnp.max(jnp.where(chosen, number, 0), axis=2)
 
 
 def expert_weights(
-    logits: Float[Array, "T X"], experts: Int[Array, "T k"], normalize: bool
-) -> list[Float[Array, "T 1"]]:
-    """Probability of each token's j-th expert, as from `likeliest`, among all, or with `normalize` among the chosen."""
-    chosen = [jnp.take_along_axis(logits, experts[:, j : j + 1], axis=1) for j in range(experts.shape[1])]
+    logits: Float[Array, "T X"], largest: Float[Array, "T k"], normalize: bool
+) -> tuple[list[Float[Array, "T 1"]], Float[Array, "T 1"]]:
+    """(Weights of each token's j-th expert, the largest logits being as from `likeliest`; what to divide them by).
+
+    That is their probability among all, or with `normalize` among the chosen.
+    """
+    chosen = [largest[:, j : j + 1] for j in range(largest.shape[1])]
     if not normalize:
         total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        return [jnp.exp(x - total) for x in chosen]
+        return [jnp.exp(x - total) for x in chosen], jnp.ones((1, 1), logits.dtype)
     weights = [jnp.exp(x - chosen[0]) for x in chosen]
-    total = sum(weights[1:], weights[0])
-    return [x / total for x in weights]
+    return weights, sum(weights[1:], weights[0])
 
 
 def router_logits(
@@ -86,8 +91,7 @@ def expert_mlp(
     num_experts, count = config.num_experts, config.experts_per_token
     with jax.named_scope("route"):
         logits = router_logits(x, layer_params["router"], layer_params.get("router_bias"))
-        experts = likeliest(logits, count)
-        routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
+        largest, experts = likeliest(logits, count)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
     fp8 = isinstance(gate_up, Fp8Weights)
     if not (config.experts_mxfp4 or fp8):
@@ -101,16 +105,22 @@ def expert_mlp(
         if config.tensor_axis is not None:  # added once, not by every device
             first = lax.axis_index(config.tensor_axis) == 0
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
+    directly = ep.goes_directly(x.shape[0], count, num_experts)
     rows = x.shape[0] * count
-    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(rows, num_experts)
+    tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(1 if directly else rows, num_experts)
     if config.experts_mxfp4 or fp8:
-        tuning = ep.packed_tuning_for(rows, num_experts, fp8=fp8)
+        tuning = ep.packed_tuning_for(1 if directly else rows, num_experts, fp8=fp8)
     kernel = _has_kernel(x, gate_up, down)
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
     with jax.named_scope("plan_experts"):
-        plan = ep.plan_experts(routed, num_experts, block)
-        h = x[plan.token]
+        plan: ep.ExpertPlan | ep.DirectPlan
+        if directly:
+            plan = ep.plan_directly(experts, there)
+        else:
+            routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
+            plan = ep.plan_experts(routed, num_experts, block)
+        h = plan.given(x)
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
         for matrices, bias, limit in steps:
@@ -119,10 +129,14 @@ def expert_mlp(
             else:
                 h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
-        weights = expert_weights(logits, experts, config.normalize_experts)
-        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
-        parts = [h[plan.position[:, j]].astype(jnp.float32) * weight for j, weight in enumerate(weights)]
-        total = sum(parts[1:], parts[0]).astype(x.dtype)
+        weights, whole = expert_weights(logits, largest, config.normalize_experts)
+        if not directly:
+            weights = [weight / whole for weight in weights]
+        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
+        # divided: then the sum of weights needs no kernel either.
+        parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
+        total = sum(parts[1:], parts[0])
+        total = (total / whole if directly else total).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 

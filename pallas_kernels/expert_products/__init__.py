@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import support
-from pallas_kernels.expert_products.plan import ExpertPlan, num_rows, plan_experts
+from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan, num_rows, plan_directly, plan_experts
 from pallas_kernels.expert_products.reference import expert_products_reference
 from pallas_kernels.expert_products.tuning import (
     BOX,
@@ -14,20 +14,24 @@ from pallas_kernels.expert_products.tuning import (
     TUNING,
     PackedTuning,
     Tuning,
+    goes_directly,
     packed_tuning_for,
     tuning_for,
 )
 from pallas_kernels.fp8_products import Fp8Weights
 
 __all__ = [
+    "DirectPlan",
     "ExpertPlan",
     "PackedTuning",
     "Tuning",
     "check_supported",
     "expert_products",
     "expert_products_reference",
+    "goes_directly",
     "num_rows",
     "packed_tuning_for",
+    "plan_directly",
     "plan_experts",
     "tuning_for",
 ]
@@ -66,7 +70,7 @@ def check_supported(
 def expert_products(
     x: jax.Array,
     weights: jax.Array | Fp8Weights,
-    plan: ExpertPlan,
+    plan: ExpertPlan | DirectPlan,
     *,
     tuning: Tuning | PackedTuning,
     bias: jax.Array | None = None,
@@ -75,11 +79,12 @@ def expert_products(
 ) -> jax.Array:
     """Rows x [M, depth], sorted as `plan` says, times the weights [X, depth, parts, columns] of their experts: [M, columns].
 
+    Of a direct plan x are the tokens [T, depth], or the products of a call before, and M is T * k * 8.
     Weights in MXFP4 are i32[X, parts, columns / 64, depth / 64, 17, 32] as from `mxfp4.pack`, those in FP8 codes
     i32[X, parts, columns / 64, depth / 64, 32, 32] and scales f32[X, parts, columns]; the tuning of both is a PackedTuning.
     `bias` [X, parts, columns] is added to the products. With two parts, gate and up, the result is SiLU(gate) * up, and with
     a `limit` that of GPT-OSS (`reference.activation`). Sums are float32, the result has the dtype of x. Rows of no block
-    hold anything. `plan` was made for blocks of `tuning.rows`.
+    hold anything. `plan` was made for blocks of `tuning.rows`, or is a direct one; weights in MXFP4 take that with 8 rows.
 
     Raises NotImplementedError for what `check_supported` says.
     """

@@ -3,7 +3,8 @@
 A CTA works through tiles: a block of one expert's rows times some columns of its weights. One warpgroup issues all loads
 (TMA), ahead of the computing ones and across tiles; each computing warpgroup has 64 rows. Gate and up are two parts of the
 weights whose columns one tile takes side by side, so that what lies between the two products of an MLP needs no kernel.
-Rows of an expert begin at multiples of 8, and so do the stores: no row of another expert is ever written.
+Rows of an expert begin at multiples of 8, and so do the stores: no row of another expert is ever written. Of a direct plan
+a block has 8 rows, the first of which counts; it is loaded from where the token lies.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_products.plan import ExpertPlan, place
+from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.reference import GATE_SLOPE
 from pallas_kernels.expert_products.tuning import ALIGN, BOX, DEPTH, ROWS, Tuning
 
@@ -32,6 +33,8 @@ class _Config:
     columns: int  # of one part
     parts: int
     limit: float | None
+    of_tokens: bool  # tokens are multiplied, not rows
+    rows: int  # of a block, at most
     num_ctas: int
     interpreted: bool
     tuning: Tuning
@@ -55,19 +58,19 @@ class _Config:
 class _Tile:
     """The n-th tile of a CTA."""
 
-    def __init__(self, cfg: _Config, blocks: tuple[Any, ...], n: Any) -> None:
-        number = n * cfg.num_ctas + lax.axis_index("cta")
-        block = lax.div(number, i32(cfg.tiles))
-        self.column = pl.multiple_of(lax.rem(number, i32(cfg.tiles)) * cfg.width, cfg.width)
-        expert, first, counts, ends = blocks
-        self.expert, row, self.rows = place(block, expert, first, counts, ends, cfg.tuning.rows)
+    def __init__(self, cfg: _Config, blocks: Any, n: Any) -> None:
+        block, column = blocks.tile(n * cfg.num_ctas + lax.axis_index("cta"), cfg.tiles)
+        self.column = pl.multiple_of(column * cfg.width, cfg.width)
+        self.expert, row, self.rows = blocks.place(block, cfg.rows)
         self.row = pl.multiple_of(row, ALIGN)
+        # Of a token one row, and zeros beyond it.
+        self.given = (blocks.token(row), pl.ds(0, ALIGN)) if cfg.of_tokens else (pl.ds(self.row, cfg.rows),)
 
 
 def expert_products_mosaic_gpu(
     x: jax.Array,
     weights: jax.Array,
-    plan: ExpertPlan,
+    plan: ExpertPlan | DirectPlan,
     *,
     tuning: Tuning,
     bias: jax.Array | None = None,
@@ -75,39 +78,40 @@ def expert_products_mosaic_gpu(
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.expert_products.expert_products`."""
-    if plan.block != tuning.rows:
+    if isinstance(plan, ExpertPlan) and plan.block != tuning.rows:
         raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
-    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
-    return _call(x, weights, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
+    options: dict[str, Any] = {"limit": limit, "tuning": tuning, "interpret": interpret}
+    return _call(x, weights, bias, plan.blocks, rows=plan.block, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rows", "limit", "tuning", "interpret"))
 def _call(
     x: jax.Array,
     weights: jax.Array,
     bias: jax.Array | None,
-    *blocks: jax.Array,
+    blocks: Any,
+    rows: int,
     limit: float | None,
     tuning: Tuning,
     interpret: Any,
 ) -> jax.Array:
     # One jitted function for all layers, as for attention: it is traced and lowered once.
-    rows, depth = x.shape
+    given, depth = x.shape
     num_experts, _, parts, columns = weights.shape
     cfg = _Config(
-        depth=depth, columns=columns, parts=parts, limit=limit, tuning=tuning,
-        num_ctas=tuning.ctas(), interpreted=interpret is not None,
+        depth=depth, columns=columns, parts=parts, limit=limit, of_tokens=blocks.of_tokens(given), rows=rows,
+        num_ctas=tuning.ctas(), interpreted=interpret is not None, tuning=tuning,
     )  # fmt: skip
 
     biases = () if bias is None else (bias,)
 
     def expert_products(*refs: Any) -> None:  # the name that profiles show
-        x_ref, weights_ref, *bias_ref, out = refs[4:]
-        _kernel(cfg, x.dtype, refs[:4], x_ref, weights_ref, bias_ref, out)
+        x_ref, weights_ref, *bias_ref, out = refs[len(blocks) :]
+        _kernel(cfg, x.dtype, type(blocks)(*refs[: len(blocks)]), x_ref, weights_ref, bias_ref, out)
 
     kernel = plgpu.kernel(
         expert_products,
-        out_type=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        out_type=jax.ShapeDtypeStruct((blocks.products(given), columns), x.dtype),
         grid=(cfg.num_ctas,),
         grid_names=("cta",),
         num_threads=tuning.warpgroups + 1,
@@ -115,19 +119,17 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
+    x = x[:, None] if cfg.of_tokens else x
     return kernel(*blocks, x, weights.reshape(num_experts, depth, parts * columns), *biases)
 
 
-def _kernel(
-    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, weights: Any, bias: list[Any], out: Any
-) -> None:
+def _kernel(cfg: _Config, dtype: Any, blocks: Any, x: Any, weights: Any, bias: list[Any], out: Any) -> None:
     tuning = cfg.tuning
     wgs, stages = tuning.warpgroups, tuning.stages
 
     def body(x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any) -> None:
         wg = lax.axis_index("wg")
-        ends = blocks[-1]
-        total = ends[ends.shape[0] - 1] * cfg.tiles
+        total = blocks.total() * cfg.tiles
         rounds = lax.div(
             jnp.maximum(total - lax.axis_index("cta") + (cfg.num_ctas - 1), 0), i32(cfg.num_ctas)
         )
@@ -175,7 +177,8 @@ def _load(
                 plgpu.copy_gmem_to_smem(
                     weights.at[tile.expert, deep, columns], w_s.at[slot, part], full.at[slot]
                 )
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(tile.row, cfg.tuning.rows), deep], x_s.at[slot], full.at[slot])
+            # Further rows hold anything, and their products too, which nobody stores.
+            plgpu.copy_gmem_to_smem(x.at[*tile.given, deep], x_s.at[slot, pl.ds(0, cfg.rows)], full.at[slot])
 
         lax.fori_loop(0, cfg.steps, one_step, None)
         return done + cfg.steps

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.expert_products.formats import FP8, MXFP4, Format
 from pallas_kernels.expert_products.mosaic_gpu import finish
-from pallas_kernels.expert_products.plan import ExpertPlan, place
+from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
 from pallas_kernels.fp8_products import Fp8Weights
 from pallas_kernels.left_operand import TILE, store_transposed
@@ -37,6 +37,7 @@ class _Config:
     across: int  # tiles along the columns of one part
     parts: int
     limit: float | None
+    of_tokens: bool  # tokens are multiplied, not rows
     rows: int  # of a block
     warpgroups: int  # computing ones with columns of their own
     split: int  # or, if two, computing ones that take turns along the depth
@@ -67,19 +68,19 @@ class _Config:
 class _Tile:
     """The n-th tile of a CTA."""
 
-    def __init__(self, cfg: _Config, blocks: tuple[Any, ...], n: Any) -> None:
-        number = n * cfg.num_ctas + lax.axis_index("cta")
-        block = lax.div(number, i32(cfg.tiles))
-        self.column = lax.rem(number, i32(cfg.tiles)) * cfg.warpgroups
-        expert, first, counts, ends = blocks
-        self.expert, row, self.rows = place(block, expert, first, counts, ends, cfg.rows)
+    def __init__(self, cfg: _Config, blocks: Any, n: Any) -> None:
+        block, column = blocks.tile(n * cfg.num_ctas + lax.axis_index("cta"), cfg.tiles)
+        self.column = column * cfg.warpgroups
+        self.expert, row, self.rows = blocks.place(block, cfg.rows)
         self.row = pl.multiple_of(row, ALIGN)
+        # Of a token one row, and zeros beyond it.
+        self.given = (blocks.token(row), pl.ds(0, ALIGN)) if cfg.of_tokens else (pl.ds(self.row, cfg.rows),)
 
 
 def packed_products_mosaic_gpu(
     x: jax.Array,
     weights: jax.Array | Fp8Weights,
-    plan: ExpertPlan,
+    plan: ExpertPlan | DirectPlan,
     *,
     tuning: PackedTuning,
     bias: jax.Array | None = None,
@@ -89,9 +90,8 @@ def packed_products_mosaic_gpu(
     """See `pallas_kernels.expert_products.expert_products`."""
     if plan.block != tuning.rows:
         raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
-    blocks = (plan.expert, plan.first, plan.counts, plan.ends)
     codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
-    return _call(x, codes, scales, bias, *blocks, limit=limit, tuning=tuning, interpret=interpret)
+    return _call(x, codes, scales, bias, plan.blocks, limit=limit, tuning=tuning, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
@@ -100,7 +100,7 @@ def _call(
     codes: jax.Array,
     scales: jax.Array | None,
     bias: jax.Array | None,
-    *blocks: jax.Array,
+    blocks: Any,
     limit: float | None,
     tuning: PackedTuning,
     interpret: Any,
@@ -109,19 +109,20 @@ def _call(
     form = MXFP4 if scales is None else FP8
     wgs, deep_step, stages = tuning.shape(across, deep, parts, form.bytes)
     cfg = _Config(
-        format=form, scaled=scales is not None,
+        format=form, scaled=scales is not None, of_tokens=blocks.of_tokens(x.shape[0]),
         deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
         deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
     )  # fmt: skip
     of_columns = [a for a in (scales, bias) if a is not None]
 
     def expert_products(*refs: Any) -> None:  # the name that profiles show
-        x_ref, codes_ref, *of_columns_refs, out = refs[4:]
-        _kernel(cfg, x.dtype, refs[:4], x_ref, codes_ref, of_columns_refs, out)
+        x_ref, codes_ref, *of_columns_refs, out = refs[len(blocks) :]
+        places = type(blocks)(*refs[: len(blocks)])
+        _kernel(cfg, x.dtype, places, x_ref, codes_ref, of_columns_refs, out)
 
     kernel = plgpu.kernel(
         expert_products,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], across * TILE), x.dtype),
+        out_type=jax.ShapeDtypeStruct((blocks.products(x.shape[0]), across * TILE), x.dtype),
         grid=(cfg.num_ctas,),
         grid_names=("cta",),
         num_threads=wgs * tuning.split + 1,
@@ -129,11 +130,12 @@ def _call(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
+    x = x[:, None] if cfg.of_tokens else x
     return kernel(*blocks, x, codes.reshape(num_experts * parts * across, deep, *tile), *of_columns)
 
 
 def _kernel(
-    cfg: _Config, dtype: Any, blocks: tuple[Any, ...], x: Any, codes: Any, of_columns: list[Any], out: Any
+    cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, of_columns: list[Any], out: Any
 ) -> None:
     wgs, split, deep_step = cfg.warpgroups, cfg.split, cfg.deep_step
     slots, computing = cfg.stages * split, wgs * split
@@ -142,8 +144,7 @@ def _kernel(
         x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, meet: Any, sums_s: Any, *spare: Any
     ) -> None:
         wg = lax.axis_index("wg")
-        ends = blocks[-1]
-        total = ends[ends.shape[0] - 1] * cfg.tiles
+        total = blocks.total() * cfg.tiles
         rounds = lax.div(
             jnp.maximum(total - lax.axis_index("cta") + (cfg.num_ctas - 1), 0), i32(cfg.num_ctas)
         )
@@ -206,7 +207,7 @@ def _load(
                     held = codes.at[at, pl.ds(j * deep_step, deep_step)]
                     plgpu.copy_gmem_to_smem(held, w_s.at[slot, wg, part], full.at[slot])
             deep = pl.ds(j * deep_step * TILE, deep_step * TILE)
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(tile.row, cfg.rows), deep], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(x.at[*tile.given, deep], x_s.at[slot], full.at[slot])
 
         lax.fori_loop(0, cfg.steps, one_step, None)
 

@@ -1,4 +1,7 @@
-"""Which rows go to which expert: rows sorted by expert, and blocks of them that one tile of the product takes."""
+"""Which rows go to which expert, and the blocks of them that one tile of the product takes.
+
+Rows are sorted by expert; of very few tokens each row goes to its expert directly.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,28 +16,107 @@ COMPARED = 256  # rows whose experts are compared pair by pair; a sort would be 
 i32 = jnp.int32
 
 
+class SortedBlocks(NamedTuple):
+    """Of rows that are sorted by expert: arrays, or a kernel's references to them."""
+
+    expert: Any  # i32[most blocks]: whose block it is; there are as many as `ends` says last
+    first: Any  # i32[X]: an expert's first row, a multiple of 8
+    counts: Any  # i32[X]: its rows
+    ends: Any  # i32[X]: blocks of all experts up to it
+
+    def total(self) -> Any:
+        return self.ends[self.ends.shape[0] - 1]
+
+    def products(self, given: int) -> int:
+        """Rows of the products of so many."""
+        return given
+
+    def of_tokens(self, given: int) -> bool:
+        """Whether they are the tokens themselves."""
+        return False
+
+    def tile(self, number: Any, columns: int) -> tuple[Any, Any]:
+        """(Block, column) of a kernel's tile: the columns of a block one after another."""
+        return lax.div(number, i32(columns)), lax.rem(number, i32(columns))
+
+    def place(self, number: Any, block: int) -> tuple[Any, Any, Any]:
+        """(Expert, first row, rows) of a block. The rows are those of the gap too: a multiple of 8."""
+        whose = self.expert[number]
+        held = _up(self.counts[whose], ALIGN)
+        within = (number - self.ends[whose]) * block + _up(held, block)
+        return whose, self.first[whose] + within, jnp.minimum(held - within, block)
+
+    def token(self, row: Any) -> Any:
+        raise NotImplementedError("the token of a sorted row")
+
+
+class DirectBlocks(NamedTuple):
+    """The same of rows that each are a block, token by token."""
+
+    expert: Any  # i32[T * k]
+    ends: Any  # i32[T]: tokens that are there, of all up to it
+
+    @property
+    def per_token(self) -> int:
+        return self.expert.shape[0] // self.ends.shape[0]
+
+    def total(self) -> Any:
+        """Blocks of the tokens that are there."""
+        return self.ends[self.ends.shape[0] - 1] * self.per_token
+
+    def products(self, given: int) -> int:
+        return self.expert.shape[0] * ALIGN
+
+    def of_tokens(self, given: int) -> bool:
+        return given == self.ends.shape[0]
+
+    def tile(self, number: Any, columns: int) -> tuple[Any, Any]:
+        """A column of all blocks, then the next: tokens read an expert that they share at one time."""
+        total = self.total()
+        return lax.rem(number, total), lax.div(number, total)
+
+    def place(self, number: Any, block: int) -> tuple[Any, Any, int]:
+        """Of a block of the tokens that are there."""
+        nth = lax.div(number, i32(self.per_token))
+        token = sum(((self.ends[t] <= nth).astype(i32) for t in range(self.ends.shape[0] - 1)), i32(0))
+        at = token * self.per_token + lax.rem(number, i32(self.per_token))
+        return self.expert[at], at * ALIGN, ALIGN
+
+    def token(self, row: Any) -> Any:
+        """Whose it is."""
+        return lax.div(row, i32(self.per_token * ALIGN))
+
+
 class ExpertPlan(NamedTuple):
-    """Rows of T tokens, k experts each, M of them with the gaps that alignment leaves."""
+    """Rows of T tokens, k experts each, sorted by expert: M of them with the gaps that alignment leaves."""
 
     position: jax.Array  # i32[T, k]: the row of a token's j-th expert; 0 where it has none
     token: jax.Array  # i32[M]: the token of a row; of a gap any
-    expert: jax.Array  # i32[most blocks]: whose block it is; there are as many as `ends` says last
-    first: jax.Array  # i32[X]: an expert's first row, a multiple of 8
-    counts: jax.Array  # i32[X]: its rows
-    ends: jax.Array  # i32[X]: blocks of all experts up to it
+    blocks: SortedBlocks
     block: int  # rows of a block
 
-    def place(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(expert, first row, rows) of a block. The rows are those of the gap too: a multiple of 8."""
-        return place(number, self.expert, self.first, self.counts, self.ends, self.block)
+    def given(self, x: jax.Array) -> jax.Array:
+        """Of tokens [T, E] what is multiplied: their rows, [M, E]."""
+        return x[self.token]
+
+    def chosen(self, h: jax.Array, j: int) -> jax.Array:
+        """Of products [M, E] those of each token's j-th expert: [T, E]."""
+        return h[self.position[:, j]]
 
 
-def place(number: Any, expert: Any, first: Any, counts: Any, ends: Any, block: int) -> tuple[Any, Any, Any]:
-    """`ExpertPlan.place`, from its arrays or references to them."""
-    whose = expert[number]
-    held = _up(counts[whose], ALIGN)
-    within = (number - ends[whose]) * block + _up(held, block)
-    return whose, first[whose] + within, jnp.minimum(held - within, block)
+class DirectPlan(NamedTuple):
+    """Few tokens T, k experts each: every row is a block of its own, the first of 8 rows. Nothing is sorted or copied."""
+
+    blocks: DirectBlocks
+    block: int = ALIGN
+
+    def given(self, x: jax.Array) -> jax.Array:
+        """What is multiplied: the tokens themselves."""
+        return x
+
+    def chosen(self, h: jax.Array, j: int) -> jax.Array:
+        """Of products [T * k * 8, E] those of each token's j-th expert: [T, E]; of tokens that are not there anything."""
+        return h[j * ALIGN :: self.blocks.per_token * ALIGN]
 
 
 def _up(x: Any, multiple: int) -> Any:
@@ -68,7 +150,15 @@ def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan
     token = jnp.zeros(size, i32).at[jnp.where(there, position, size)].set(number_of_token, mode="drop")
     position = jnp.where(there, position, 0)
     expert = jnp.sum(ends <= lax.iota(i32, most)[:, None], axis=1, dtype=i32)
-    return ExpertPlan(position.reshape(tokens, per_token), token, expert, first, counts, ends, block)
+    blocks = SortedBlocks(expert, first, counts, ends)
+    return ExpertPlan(position.reshape(tokens, per_token), token, blocks, block)
+
+
+def plan_directly(experts: jax.Array, there: jax.Array | None = None) -> DirectPlan:
+    """Of i32[T, k] experts of tokens, of which bool[T] says which are there. No expert is read for the others."""
+    number = lax.iota(i32, len(experts))
+    ends = number + 1 if there is None else jnp.sum(there & (number <= number[:, None]), axis=1, dtype=i32)
+    return DirectPlan(DirectBlocks(experts.reshape(-1).astype(i32), ends))
 
 
 def _ranks(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,7 @@ from jax import lax
 
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.expert_products.plan import ExpertPlan
+from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.fp8_products import Fp8Weights
 
 GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
@@ -24,7 +24,7 @@ def activation(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array
 def expert_products_reference(
     x: jax.Array,
     weights: jax.Array | Fp8Weights,
-    plan: ExpertPlan,
+    plan: ExpertPlan | DirectPlan,
     *,
     bias: jax.Array | None = None,
     limit: float | None = None,
@@ -34,7 +34,7 @@ def expert_products_reference(
     codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
     packed = codes.ndim == 6
     parts, columns = (codes.shape[1], codes.shape[2] * mxfp4.TILE) if packed else codes.shape[2:]
-    block = plan.block
+    block, products, of_tokens = plan.block, plan.blocks.products(rows), plan.blocks.of_tokens(rows)
     x = jnp.pad(x, ((0, block), (0, 0)))
 
     def matrix(held: jax.Array) -> jax.Array:
@@ -45,9 +45,10 @@ def expert_products_reference(
         return held.reshape(depth, parts * columns)
 
     def body(b: jax.Array, out: jax.Array) -> jax.Array:
-        expert, row, _ = plan.place(b)
+        expert, row, _ = plan.blocks.place(b, block)
+        given = plan.blocks.token(row) if of_tokens else row
         sums = jnp.matmul(
-            lax.dynamic_slice_in_dim(x, row, block),
+            lax.dynamic_slice_in_dim(x, given, block),
             matrix(codes[expert]),
             preferred_element_type=f32,
         )
@@ -60,5 +61,5 @@ def expert_products_reference(
         # Rows of the next expert are written too; their own block comes later.
         return lax.dynamic_update_slice_in_dim(out, sums.astype(x.dtype), row, 0)
 
-    start = jnp.zeros((rows + block, columns), x.dtype)
-    return lax.fori_loop(0, plan.ends[-1], body, start)[:rows]
+    start = jnp.zeros((products + block, columns), x.dtype)
+    return lax.fori_loop(0, plan.blocks.total(), body, start)[:products]

@@ -49,6 +49,15 @@ def tuning_for(rows: int, num_experts: int, device: jax.Device | None = None) ->
     return few if rows <= 32 * num_experts else many
 
 
+def goes_directly(tokens: int, per_token: int, num_experts: int) -> bool:
+    """Whether a direct plan is worth it: an expert that tokens share is read from the L2, and unpacked, for each of them.
+
+    A token may be the only one, with an empty slot beside it. Of four tokens of Qwen3-30B-A3B's three rows in 32 have an
+    expert that another one has too.
+    """
+    return tokens <= 2 or tokens * per_token <= num_experts // 4
+
+
 SHARED = 192 * 1024  # bytes of an SM's shared memory for what is under way
 
 

@@ -82,7 +82,7 @@ FEATURES = {
         {"decode": "queries of float32 with a pool of float32", "chunk": "queries of float32 over a pool of float32"}
         | {"scores": "queries, candidates and tail of float32"}
         | dict.fromkeys(("keep", "rings", "append"), "entries of float32")
-        | {"experts": "experts of float32", "products": "tokens of float32 for FP8 weights"},
+        | {"experts": "rows of float32 for packed experts", "products": "tokens of float32 for FP8 weights"},
     ),
     "pages of 8": ({"page_size": 8}, dict.fromkeys(ATTENTION, "page size 8: the kernel has (16,")),
     "heads of 80": (

@@ -48,12 +48,15 @@ class Case:
             out[place] = h @ down[expert, :, 0] + down_bias[expert, 0]
         return out
 
-    def products(self, products: Callable[..., jax.Array], plan: ep.ExpertPlan, **options: Any) -> jax.Array:
+    def products(
+        self, products: Callable[..., jax.Array], plan: ep.ExpertPlan | ep.DirectPlan, **options: Any
+    ) -> jax.Array:
         """[T, k, E]: the same by two calls of a function like `expert_products`."""
         h = products(
-            self.x[plan.token], self.gate_up, plan, bias=self.gate_up_bias, limit=self.limit, **options
+            plan.given(self.x), self.gate_up, plan, bias=self.gate_up_bias, limit=self.limit, **options
         )
-        return products(h, self.down, plan, bias=self.down_bias, **options)[plan.position]
+        h = products(h, self.down, plan, bias=self.down_bias, **options)
+        return jnp.stack([plan.chosen(h, j) for j in range(self.experts.shape[1])], axis=1)
 
 
 def make_case(

@@ -49,15 +49,33 @@ def test_plan(data):
     assert len(np.unique(position)) == position.size and (position < len(token)).all()
     assert len(token) == ep.num_rows(tokens, per_token, num_experts)
     np.testing.assert_array_equal(token[position], np.nonzero(there)[0])
-    np.testing.assert_array_equal(plan.counts, np.bincount(experts[there], minlength=num_experts))
+    np.testing.assert_array_equal(plan.blocks.counts, np.bincount(experts[there], minlength=num_experts))
     owner = np.full(len(token), -1)
-    for number in range(int(plan.ends[-1])):
-        expert, row, rows = (int(x) for x in plan.place(number))
+    for number in range(int(plan.blocks.total())):
+        expert, row, rows = (int(x) for x in plan.blocks.place(number, block))
         assert 0 < rows <= block and rows % 8 == 0 and row % 8 == 0
         assert (owner[row : row + rows] == -1).all() and row + rows <= len(token)
         owner[row : row + rows] = expert
     np.testing.assert_array_equal(owner[position], experts[there])
-    assert int(plan.ends[-1]) <= len(plan.expert)
+    assert int(plan.blocks.total()) <= len(plan.blocks.expert)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 3))
+def test_direct_plan(there, per_token):
+    """Every row of a token that is there is a block, at its place, and there are no others."""
+    experts = make_case(len(there), per_token, 5).experts
+    for given_there in (there, None) if all(there) else (there,):
+        blocks = ep.plan_directly(experts, None if given_there is None else np.array(there)).blocks
+        found = [blocks.place(np.int32(n), 8) for n in range(int(blocks.total()))]
+        live = np.flatnonzero(there)
+        assert [int(expert) for expert, _, _ in found] == list(experts[live].ravel())
+        assert [int(blocks.token(row)) for _, row, _ in found] == list(live.repeat(per_token))
+        rows = live[:, None] * per_token + np.arange(per_token)
+        assert [(int(row), rows) for _, row, rows in found] == [(8 * row, 8) for row in rows.ravel()]
+        tiles = [blocks.tile(np.int32(n), 3) for n in range(3 * len(found))]
+        assert sorted((int(b), int(c)) for b, c in tiles) == [
+            (b, c) for b in range(len(found)) for c in range(3)
+        ]
 
 
 @pytest.mark.parametrize("block", [8, 64])
@@ -71,6 +89,16 @@ def test_reference(block, options):
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
     out = case.products(ep.expert_products_reference, plan)
     assert relative_error(out, case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"busy": 3}, {"like_gpt_oss": True}, {"packed": "mxfp4"}, {"packed": "fp8"}], ids=str
+)
+def test_reference_of_a_direct_plan(options):
+    case = make_case(4, 3, 6, **options)
+    there = np.array([False, True, False, True])
+    out = case.products(ep.expert_products_reference, ep.plan_directly(jnp.asarray(case.experts), there))
+    assert relative_error(out[there], case.expected()[there]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -116,6 +144,36 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, PACKED | {"busy": 3}, {"packed": "fp8", "busy": 3}],
+    ids=["bfloat16", "packed, shared experts", "FP8"],
+)
+@pytest.mark.parametrize(
+    "there", [[True], [True, False], [False, True, True], [True, False, True, True], [False] * 2], ids=str
+)
+def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
+    """Also of tokens between which some are not there, and of experts that several tokens have."""
+    tuning = dataclasses.replace(PACKED_ONE if options else FEW, num_ctas=3)
+    case = make_case(len(there), 2, 5, 192, 128, dtype=jnp.float16, **options)
+    there = np.array(there)
+    absent = case.x.at[np.flatnonzero(~there)].set(np.nan)
+    case = dataclasses.replace(case, x=absent)
+    plan = ep.plan_directly(jnp.asarray(case.experts), jnp.asarray(there))
+    kernel = packed_products_mosaic_gpu if options else expert_products_mosaic_gpu
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    out = case.products(kernel, plan, tuning=tuning, interpret=interpret)
+    if there.any():
+        assert relative_error(out[there], case.expected()[there]) < 2e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_where_a_direct_plan_is_worth_it():
+    """One request with an empty slot always; four tokens that are unlikely to share experts, but for MXFP4."""
+    assert ep.goes_directly(2, 2, 8) and ep.goes_directly(4, 8, 128)
+    assert not ep.goes_directly(8, 8, 128) and not ep.goes_directly(4, 4, 32)
+
+
 def test_what_is_not_supported():
     with pytest.raises(
         NotImplementedError, match="experts of float32: the kernel takes bfloat16 and float16"
@@ -144,3 +202,5 @@ def test_a_plan_for_other_blocks_is_refused():
     case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed="mxfp4")
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
         packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_FEW)
+    with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
+        packed_products_mosaic_gpu(case.x, case.gate_up, ep.plan_directly(case.experts), tuning=PACKED_FEW)

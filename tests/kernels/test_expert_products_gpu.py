@@ -1,13 +1,16 @@
 """Products with the weights of experts on a Hopper GPU, against float64 NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from models.experts import expert_mlp
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
-from pallas_kernels.expert_products.tuning import FEW, FP8_TUNING, MANY, PACKED_TUNING
+from pallas_kernels.expert_products.tuning import FEW, FP8_ONE, FP8_TUNING, MANY, PACKED_ONE, PACKED_TUNING
 from pallas_kernels.support import record_for
 from tests.kernels.expert_cases import make_case, relative_error
 
@@ -55,18 +58,65 @@ def test_products_of_packed_weights(packed, number, sizes, options):
     assert relative_error(out, case.expected()) < 1.5e-2
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"like_gpt_oss": True}, {"packed": "mxfp4", "like_gpt_oss": True}, {"packed": "fp8"}],
+    ids=str,
+)
+@pytest.mark.parametrize("there", [[True], [True, False], [False, True, True, False, True]], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 16, 512, 256), (4, 32, 2880, 192), (4, 5, 192, 2880)], ids=str)
+def test_products_of_a_direct_plan(sizes, there, options):
+    """Of tokens between which some are not there, and of experts that several tokens have."""
+    tuning = {"mxfp4": PACKED_ONE, "fp8": FP8_ONE}.get(options.get("packed"), FEW)
+    case = make_case(len(there), *sizes, dtype=jnp.bfloat16, **options)
+    there = np.array(there)
+    case = dataclasses.replace(case, x=case.x.at[np.flatnonzero(~there)].set(np.nan))
+    plan = ep.plan_directly(jnp.asarray(case.experts), jnp.asarray(there))
+    out = case.products(ep.expert_products, plan, tuning=tuning)
+    assert relative_error(out[there], case.expected()[there]) < 1.5e-2
+
+
+def _config(num_experts, per_token, packed):
+    config = tiny_config(
+        hidden_size=128, num_experts=num_experts, experts_per_token=per_token, expert_size=64
+    )
+    return config.replace(experts_mxfp4=packed == "mxfp4", weights_fp8=packed == "fp8")
+
+
+def _params(case, packed):
+    """Of a layer whose hidden size is 128."""
+    return {
+        "router": jax.random.normal(jax.random.key(0), (128, case.num_experts), jnp.bfloat16),
+        "expert_gate_up": case.gate_up,
+        "expert_down": case.down if packed else case.down[:, :, 0],
+    }
+
+
+@pytest.mark.parametrize("packed", [None, "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "there", [[True, False], [False, True], [True] * 2, [True, False, True, True]], ids=str
+)
+def test_mlp_of_few_tokens(there, packed, monkeypatch):
+    """By a direct plan as by a sorted one."""
+    config = _config(32, 2, packed)
+    case = make_case(len(there), 2, 32, 128, 64, dtype=jnp.bfloat16, packed=packed)
+    params = _params(case, packed)
+    direct = jax.jit(expert_mlp, static_argnames="config")(
+        params, case.x, config=config, there=np.array(there)
+    )
+    monkeypatch.setattr(ep, "goes_directly", lambda *_: False)
+    mlp = jax.jit(lambda *args: expert_mlp(*args, config, np.array(there)))  # not the one traced before
+    want = mlp(params, case.x)
+    assert relative_error(direct.astype(jnp.float32), want.astype(jnp.float32)) < 1e-2
+
+
 @pytest.mark.parametrize("packed", [None, "mxfp4", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 40, 1000])
 def test_mlp(tokens, packed):
     """The whole MLP, by the kernel and expert by expert."""
-    config = tiny_config(hidden_size=128, num_experts=12, experts_per_token=3, expert_size=64)
-    config = config.replace(experts_mxfp4=packed == "mxfp4", weights_fp8=packed == "fp8")
+    config = _config(12, 3, packed)
     case = make_case(tokens, 3, 12, 128, 64, dtype=jnp.bfloat16, packed=packed)
-    params = {
-        "router": jax.random.normal(jax.random.key(0), (128, 12), jnp.bfloat16),
-        "expert_gate_up": case.gate_up,
-        "expert_down": case.down if packed else case.down[:, :, 0],
-    }
+    params = _params(case, packed)
     mlp = jax.jit(expert_mlp, static_argnames="config")
     assert "expert_products" in str(mlp.trace(params, case.x, config=config).jaxpr)
     got = mlp(params, case.x, config=config)

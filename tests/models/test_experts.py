@@ -12,6 +12,7 @@ from models.config import UnsupportedModelError, config_from_huggingface
 from models.experts import COMPARED, expert_mlp, expert_weights, likeliest, router_logits
 from models.params import init_params, num_parameters
 from models.testing import tiny_config
+from pallas_kernels import expert_products as ep
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -22,9 +23,11 @@ mlp = jax.jit(expert_mlp, static_argnames="config")
 @pytest.mark.parametrize("normalize", [True, False])
 def test_routing(normalize, tokens):
     logits = np.random.default_rng(0).standard_normal((tokens, 17)).astype(np.float32) * 30
-    experts = likeliest(jnp.asarray(logits), 4)
+    largest, experts = likeliest(jnp.asarray(logits), 4)
     np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1)[:, :4])
-    weights = np.concatenate(expert_weights(jnp.asarray(logits), experts, normalize), axis=1)
+    np.testing.assert_array_equal(largest, np.take_along_axis(logits, np.asarray(experts), axis=1))
+    weights, whole = expert_weights(jnp.asarray(logits), largest, normalize)
+    weights = np.concatenate(weights, axis=1) / np.asarray(whole)
     exact = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
     exact = np.take_along_axis(exact / exact.sum(1, keepdims=True), np.asarray(experts), axis=1)
     if normalize:
@@ -34,7 +37,7 @@ def test_routing(normalize, tokens):
 
 @pytest.mark.parametrize("tokens", [2, COMPARED + 1])
 def test_equal_logits_go_to_the_first_experts(tokens):
-    np.testing.assert_array_equal(likeliest(jnp.zeros((tokens, 6)), 3), [[0, 1, 2]] * tokens)
+    np.testing.assert_array_equal(likeliest(jnp.zeros((tokens, 6)), 3)[1], [[0, 1, 2]] * tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 300])
@@ -66,6 +69,33 @@ def test_padding_goes_through_no_expert():
     np.testing.assert_array_equal(got[~there], 0)
     np.testing.assert_allclose(got[there], mlp(layer, x[there], config), atol=1e-6)
     assert not mlp(layer, np.full_like(x, np.nan), config, np.zeros(9, bool)).any()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("there", [[True], [True, False], [False, True], [True, False, True, True]], ids=str)
+def test_few_tokens_go_to_their_experts_directly(there, normalize, monkeypatch):
+    """What comes out is what comes out of sorted rows."""
+    config = tiny_config(
+        num_layers=1, num_experts=32, experts_per_token=2, expert_size=48, normalize_experts=normalize
+    )
+    layer = init_params(config, jax.random.key(1))["layers"][0]
+    x = np.random.default_rng(2).standard_normal((len(there), 64)).astype(np.float32)
+    x[-1] = x[0]  # the same experts
+    got = expert_mlp(layer, x, config, np.array(there))
+    monkeypatch.setattr(ep, "plan_directly", None)
+    monkeypatch.setattr(ep, "goes_directly", lambda *_, **__: False)
+    np.testing.assert_allclose(got, expert_mlp(layer, x, config, np.array(there)), rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(np.asarray(got)[~np.array(there)], 0)
+
+
+def test_a_token_of_no_numbers_harms_no_other():
+    config = tiny_config(num_layers=1, num_experts=6, experts_per_token=2, expert_size=48)
+    layer = init_params(config, jax.random.key(1))["layers"][0]
+    x = np.random.default_rng(2).standard_normal((2, 64)).astype(np.float32)
+    want = mlp(layer, x, config)[1]
+    x[0] = np.nan
+    assert likeliest(jnp.full((1, 6), np.nan), 2)[1].max() < 6  # what a kernel reads is there
+    np.testing.assert_array_equal(mlp(layer, x, config)[1], want)
 
 
 def test_layers_without_experts_have_an_mlp():
