@@ -4,6 +4,7 @@
   python -m benchmarks.expert_products --shape mixtral-8x7b
   python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
   python -m benchmarks.expert_products --fp8               weights in FP8, against it
+  python -m benchmarks.expert_products --rows              bringing tokens' rows to experts and adding them up, against XLA
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
 than it is read in between). Tokens are routed evenly at random; a single one has an empty slot beside it, as in a decode
@@ -26,7 +27,7 @@ from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_timing import cold_kernel_us, read_roof, trace_kernels
+from benchmarks.gpu_timing import cold_kernel_us, kernels_of, read_roof, trace_kernels
 from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
@@ -131,6 +132,36 @@ def measure(
     return row
 
 
+def measure_rows(shape: str, tokens: int) -> dict:
+    """All kernels of bringing the rows of tokens to their experts and of adding up what comes back, ours and XLA's."""
+    num_experts, count, hidden, _ = SHAPES[shape]
+    rng = np.random.default_rng(tokens)
+    experts = np.stack([rng.permutation(num_experts)[:count] for _ in range(tokens)]).astype(np.int32)
+    plan = jax.jit(ep.plan_experts, static_argnums=(1, 2))(jnp.asarray(experts), num_experts, 64)
+    x = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(1), (tokens, count))
+
+    def add(h: jax.Array, position: jax.Array, weights: jax.Array) -> jax.Array:
+        parts = [h[position[:, j]].astype(jnp.float32) * weights[:, j : j + 1] for j in range(count)]
+        return sum(parts[1:], parts[0]).astype(h.dtype)
+
+    def us(call: Any, *args: jax.Array) -> float:
+        times = kernels_of(jax.jit(call), args, calls=8)
+        return sum(map(sum, times.values())) / 8
+
+    h = x[plan.token]
+    row = {
+        "tokens": tokens,
+        "gather_us": us(ep.gather_rows, x, plan.token),
+        "add_us": us(ep.add_rows, h, plan.position, weights),
+    }
+    row |= {
+        "xla_gather_us": us(lambda x, rows: x[rows], x, plan.token),
+        "xla_add_us": us(add, h, plan.position, weights),
+    }
+    return row | {f"x_{name}": row[f"xla_{name}_us"] / row[f"{name}_us"] for name in ("gather", "add")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -142,6 +173,7 @@ def main() -> None:
     packing.add_argument("--fp8", action="store_true", help="weights in FP8")
     parser.add_argument("--alone", action="store_true", help="without the two others")
     parser.add_argument("--sorted", action="store_true", help="rows sorted by expert, however few tokens")
+    parser.add_argument("--rows", action="store_true", help="only what lies around the products")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     num_experts, _, hidden, width = SHAPES[args.shape]
@@ -166,7 +198,10 @@ def main() -> None:
         packed = (next(in_fp8), next(in_fp8))
     rows = []
     for tokens in args.tokens:
-        rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone, args.sorted))
+        if args.rows:
+            rows.append(measure_rows(args.shape, tokens))
+        else:
+            rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone, args.sorted))
         print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
     table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
     for key in rows[0]:

@@ -120,7 +120,8 @@ def expert_mlp(
         else:
             routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
             plan = ep.plan_experts(routed, num_experts, block)
-        h = plan.given(x)
+        many = plan if kernel and len(x) >= ep.MANY_TOKENS and isinstance(plan, ep.ExpertPlan) else None
+        h = plan.given(x) if many is None else ep.gather_rows(x, many.token)
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
         for matrices, bias, limit in steps:
@@ -130,14 +131,26 @@ def expert_mlp(
                 h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
         weights, whole = expert_weights(logits, largest, config.normalize_experts)
-        if not directly:
-            weights = [weight / whole for weight in weights]
-        # Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
-        # divided: then the sum of weights needs no kernel either.
-        parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
-        total = sum(parts[1:], parts[0])
-        total = (total / whole if directly else total).astype(x.dtype)
+        if many is None:
+            total = _sum(h, plan, weights, whole).astype(x.dtype)
+        else:
+            total = ep.add_rows(h, many.position, jnp.concatenate(weights, axis=1) / whole)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
+
+
+def _sum(
+    h: Array, plan: ep.ExpertPlan | ep.DirectPlan, weights: list[Array], whole: Array
+) -> Float[Array, "T E"]:
+    """Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
+
+    Of few tokens what comes out is divided: then the sum of weights needs no kernel either.
+    """
+    directly = isinstance(plan, ep.DirectPlan)
+    if not directly:
+        weights = [weight / whole for weight in weights]
+    parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
+    total = sum(parts[1:], parts[0])
+    return total / whole if directly else total
 
 
 def _has_kernel(x: Array, *matrices: Array | Fp8Weights) -> bool:

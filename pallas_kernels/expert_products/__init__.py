@@ -10,6 +10,7 @@ from pallas_kernels.expert_products.reference import expert_products_reference
 from pallas_kernels.expert_products.tuning import (
     BOX,
     DEPTH,
+    MANY_TOKENS,
     PACKED_TUNING,
     TUNING,
     PackedTuning,
@@ -21,13 +22,16 @@ from pallas_kernels.expert_products.tuning import (
 from pallas_kernels.fp8_products import Fp8Weights
 
 __all__ = [
+    "MANY_TOKENS",
     "DirectPlan",
     "ExpertPlan",
     "PackedTuning",
     "Tuning",
+    "add_rows",
     "check_supported",
     "expert_products",
     "expert_products_reference",
+    "gather_rows",
     "goes_directly",
     "num_rows",
     "packed_tuning_for",
@@ -65,6 +69,23 @@ def check_supported(
             f"experts of {depth} x {columns}: the kernel takes multiples of {DEPTH} and {BOX}"
         )
     support.check_device(device, TUNING)
+
+
+def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """x[rows]: the rows i32[M] of [T, E], E a multiple of 8; 16-bit floats. On the GPUs that `check_supported` names."""
+    from pallas_kernels.expert_products.rows_gpu import rows_mosaic_gpu
+
+    return rows_mosaic_gpu(x, rows[:, None], interpret=interpret)
+
+
+def add_rows(h: jax.Array, position: jax.Array, weights: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """[T, E], the sums of the rows position i32[T, k] of h [M, E] times their weights f32[T, k]; as `gather_rows`.
+
+    Added up in float32, the first ones first, and rounded to the dtype of h.
+    """
+    from pallas_kernels.expert_products.rows_gpu import rows_mosaic_gpu
+
+    return rows_mosaic_gpu(h, position, weights, interpret=interpret)
 
 
 def expert_products(

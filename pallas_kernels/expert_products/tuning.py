@@ -11,6 +11,7 @@ from pallas_kernels.support import num_sms, record_for
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 DEPTH = 64  # of one step: a row of 128 bytes
 BOX = 64  # columns of a tile are a multiple of it
+MANY_TOKENS = 128  # from which on `gather_rows` and `add_rows` are faster than XLA's gathers
 ALIGN = 8  # rows; an expert's begin at a multiple of it, as loads do
 
 
