@@ -6,7 +6,8 @@
 Kernel times by the profiler, microseconds a layer, sums of parts included; the weights of several layers take turns, so none
 are in the L2. The floor is what is larger: the bytes of the FP8 weights at the roof, a large reduction measured in the same
 run, or the products at 800 TFLOP/s. `error`: of our result against XLA's with the same weights, norm over norm. "dynamic":
-where tokens are many, they in FP8 too, what makes them so included.
+where tokens are many, they in FP8 too, what makes them so included. "norms": the two residual additions of a layer with the
+norms after them, their results in FP8, a kernel each; "apart": XLA's kernels and one that quantises.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from benchmarks.measured import add_options, measure_rows, of_model
 from benchmarks.shapes import SHAPES
 from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
+from pallas_kernels.norms import rms_norm
 
 MODELS = ("llama-3.1-8b", "qwen3-4b", "gemma-3-12b")
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 2048 + 32, 8192)
@@ -82,6 +84,29 @@ def dynamic_us(x: jax.Array, weights: list[fp8.Fp8Weights]) -> float:
     )
 
 
+def added_norm_apart(
+    x: jax.Array, weight: jax.Array, *, added: jax.Array, eps: float, offset: float
+) -> tuple[jax.Array, fp8.Fp8Tokens]:
+    x = x + added
+    return x, fp8.quantise_tokens(rms_norm(x, weight, eps, offset))
+
+
+def norms_us(norm: Callable[..., Any], tokens: int, config: ModelConfig) -> float:
+    """Time of two, each of which adds to what the one before gave."""
+    x, *added = jax.random.normal(jax.random.key(2), (9, tokens, config.hidden_size), jnp.bfloat16)
+
+    @jax.jit
+    def run(x: jax.Array, added: list[jax.Array], weight: jax.Array) -> list[fp8.Fp8Tokens]:
+        found = []
+        for h in added:
+            x, codes = norm(x, weight, added=h, eps=config.norm_eps, offset=config.norm_offset)
+            found.append(codes)
+        return found
+
+    weight = jnp.ones(config.hidden_size, jnp.bfloat16)
+    return 2 * sum(map(sum, kernels_of(run, (x, added, weight)).values())) / len(added)
+
+
 def error_of(got: jax.Array, want: jax.Array) -> float:
     a, b = (np.asarray(x, np.float32) for x in (got, want))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
@@ -110,7 +135,10 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
         "times as fast": result["bfloat16 us"] / result["us"],
     }
     result |= {"error": errors[0], "dynamic us": None, "dynamic times as fast": None, "dynamic error": None}
+    result |= {"norms us": None, "norms apart us": None}
     if narrow:
+        result["norms us"] = norms_us(fp8.normed_tokens, row.tokens, SHAPES[row.model])
+        result["norms apart us"] = norms_us(added_norm_apart, row.tokens, SHAPES[row.model])
         result["dynamic us"] = dynamic
         result["dynamic times as fast"] = result["bfloat16 us"] / dynamic
         result["dynamic error"] = errors[1]

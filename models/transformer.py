@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import gated_product, product
+from models.products import added_norm, gated_product, product
 from models.rope import rope_tables, rotate
+from pallas_kernels.fp8_products import Fp8Tokens
+from pallas_kernels.norms import rms_norm
 
 
 @runtime_checkable
@@ -32,16 +34,6 @@ class Attend(Protocol):
     def __call__(
         self, state: Any, layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
     ) -> tuple[Array, Any]: ...
-
-
-def rms_norm(
-    x: Float[Array, "*T E"], weight: Float[Array, "*H E"], eps: float, offset: float = 0.0
-) -> Float[Array, "*T E"]:
-    """RMS normalisation of the last axis in float32, times `weight + offset`; the result has the dtype of `x`."""
-    x_f32, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
-    # Added here and not to the stored weights: 1 + w in bfloat16 would lose most of a small w.
-    return ((x_f32 * inverse_rms) * (weight + offset if offset else weight)).astype(x.dtype)
 
 
 def soft_cap(x: Float[Array, "*S"], cap: float) -> Float[Array, "*S"]:
@@ -76,11 +68,12 @@ def _embed(table: Array, tokens: Array, config: ModelConfig) -> Array:
 
 @partial(jax.jit, static_argnames="config")
 def _attention_inputs(
-    layer_params: Params, x: Array, cos: Array, sin: Array, config: ModelConfig
-) -> tuple[Array, Array, Array]:
+    layer_params: Params, x: Array, added: Array | None, cos: Array, sin: Array, config: ModelConfig
+) -> tuple[Array, Array, Array, Array]:
+    """(x + added, q, k, v)"""
     T, G = x.shape[0], config.group_size
     with jax.named_scope("attn_norm"):
-        h = _norm(x, layer_params["attn_norm"], config)
+        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
     with jax.named_scope("qkv"):
         qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim), config)
         if config.qkv_bias:
@@ -94,13 +87,14 @@ def _attention_inputs(
     q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
     k, v = qkv[:, :, G], qkv[:, :, G + 1]
     with jax.named_scope("rope"):
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return x, rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 @partial(jax.jit, static_argnames="config")
 def _after_attention(
     layer_params: Params, x: Array, attended: Array, there: Array | None, config: ModelConfig
-) -> Array:
+) -> tuple[Array, Array]:
+    """(x, what is to be added to it)"""
     with jax.named_scope("attn_out"):
         h = attended.reshape(x.shape[0], -1).astype(x.dtype)
         h = _over_devices(product(h, layer_params["attn_out"], (x.shape[1],), config), config)
@@ -108,21 +102,20 @@ def _after_attention(
             h = h + layer_params["attn_out_bias"]
         if config.post_norms:
             h = _norm(h, layer_params["attn_post_norm"], config)
-        x = x + h
     with jax.named_scope("mlp_norm"):
-        h = _norm(x, layer_params["mlp_norm"], config)
-    with jax.named_scope("mlp"):
         routed = "router" in layer_params
+        x, h = added_norm(x, h, layer_params["mlp_norm"], None if routed else layer_params["gate_up"], config)
+    with jax.named_scope("mlp"):
         h = expert_mlp(layer_params, h, config, there) if routed else _mlp(layer_params, h, config)
         h = _over_devices(h, config)
         if config.post_norms:
             h = _norm(h, layer_params["mlp_post_norm"], config)
-        return x + h
+        return x, h
 
 
-def _mlp(layer_params: Params, h: Array, config: ModelConfig) -> Array:
+def _mlp(layer_params: Params, h: Array | Fp8Tokens, config: ModelConfig) -> Array:
     gated = gated_product(h, layer_params["gate_up"], config)
-    return product(gated, layer_params["down"], (h.shape[1],), config)
+    return product(gated, layer_params["down"], (config.hidden_size,), config)
 
 
 def forward(
@@ -159,16 +152,18 @@ def forward(
         rope = sliding_rope = rope_tables(positions, config)
         if config.sliding_layers and config.sliding_rope_theta is not None:
             sliding_rope = rope_tables(positions, config, sliding=True)
+    added = None  # of the layer before: a kernel may add it in the next one's norm
     for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
             cos, sin = sliding_rope if layer in config.sliding_layers else rope
-            q, k, v = _attention_inputs(layer_params, x, cos, sin, config)
+            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, config)
             with jax.named_scope("attend"):
                 if config.attention_sinks:
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
-            x = _after_attention(layer_params, x, attended, there, config)
+            x, added = _after_attention(layer_params, x, attended, there, config)
+    x = x if added is None else x + added
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]
     if there is not None:  # the attention of padding may be anything

@@ -11,13 +11,19 @@ import jax.numpy as jnp
 from pallas_kernels import support
 from pallas_kernels.fp8_products.packing import TILE, Fp8Weights, pack, packed_shape, quantise, random, unpack
 from pallas_kernels.fp8_products.reference import fp8_products_reference
-from pallas_kernels.fp8_products.tokens import Fp8Tokens, quantise_tokens_reference
+from pallas_kernels.fp8_products.tokens import (
+    MOST_NORMED,
+    Fp8Tokens,
+    normed_tokens_reference,
+    quantise_tokens_reference,
+)
 from pallas_kernels.fp8_products.tuning import LEAST_NARROW, LEAST_TOKENS, TUNING, Tuning, tuning_for
 from pallas_kernels.gates import Gate, in_halves
 
 __all__ = [
     "LEAST_NARROW",
     "LEAST_TOKENS",
+    "MOST_NORMED",
     "TILE",
     "Fp8Tokens",
     "Fp8Weights",
@@ -25,6 +31,8 @@ __all__ = [
     "check_supported",
     "fp8_products",
     "fp8_products_reference",
+    "normed_tokens",
+    "normed_tokens_reference",
     "pack",
     "packed_shape",
     "quantise",
@@ -55,6 +63,33 @@ def quantise_tokens(x: jax.Array, *, interpret: Any = None) -> Fp8Tokens:
     if interpret is None:
         check_supported(x.dtype)
     return quantise_tokens_mosaic_gpu(x, interpret=interpret)
+
+
+def normed_tokens(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    added: jax.Array | None = None,
+    eps: float,
+    offset: float = 0.0,
+    interpret: Any = None,
+) -> tuple[jax.Array, Fp8Tokens]:
+    """(x + added bf16[T, depth], the RMS norm of that sum in FP8), as of `norms.rms_norm` and `quantise_tokens`.
+
+    Sum and norm are rounded to bfloat16; the norm is written nowhere. The squares are added up in another order than XLA's.
+
+    Args:
+      x: bf16[T, depth], the depth a multiple of 16 up to MOST_NORMED.
+      weight: bf16[depth].
+      added: bf16[T, depth], or None for nothing.
+
+    Raises NotImplementedError for what `check_supported` says; `normed_tokens_reference` takes the same arguments.
+    """
+    from pallas_kernels.fp8_products.tokens_gpu import normed_tokens_mosaic_gpu
+
+    if interpret is None:
+        check_supported(x.dtype)
+    return normed_tokens_mosaic_gpu(x, weight, added, eps=eps, offset=offset, interpret=interpret)
 
 
 def fp8_products(

@@ -5,13 +5,16 @@ weights have it.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp8_products.packing import LARGEST
+from pallas_kernels.norms import rms_norm
 
 RUN = 16  # of the depth, within which the order differs
+MOST_NORMED = 8192  # numbers of a token that a kernel has registers for
 LEAST = 1e-30  # of a token's largest number: its inverse is finite
 
 
@@ -34,6 +37,19 @@ def quantise_tokens_reference(x: jax.Array) -> Fp8Tokens:
     x = x.astype(jnp.float32)
     scales = scales_of(x)
     return Fp8Tokens(codes_of(x, scales), scales, len(x))
+
+
+def normed_tokens_reference(
+    x: jax.Array, weight: jax.Array, *, added: jax.Array | None = None, eps: float, offset: float = 0.0
+) -> tuple[jax.Array, Fp8Tokens]:
+    """See `fp8_products.normed_tokens`; x may have any float dtype."""
+    # XLA may leave out the rounding between two operations in float32; the kernel does not.
+    dtype, info = x.dtype, jnp.finfo(x.dtype)
+    rounded = functools.partial(jax.lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    x = x.astype(jnp.float32)
+    if added is not None:
+        x = rounded(x + added.astype(jnp.float32))
+    return x.astype(dtype), quantise_tokens_reference(rounded(rms_norm(x, weight, eps, offset)))
 
 
 def scales_of(x: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Tokens into FP8 in one kernel: a warp reads a token twice, for its largest number and for its codes.
+"""Tokens into FP8 in one kernel, and with the sum and the norm that they come from in one, too: a warp has a token.
 
-XLA takes three kernels, since it neither keeps what a reduction has read nor stores bytes in another order at the pace of
-the memory. And it would pad in kernels of its own: rows up to whole tiles of the products' kernel are the last token again,
-and its scale stands for those of a whole block.
+XLA takes three kernels to quantise, since it neither keeps what a reduction has read nor stores bytes in another order at
+the pace of the memory. And it would pad in kernels of its own: rows up to whole tiles of the products' kernel are the last
+token again, and its scale stands for those of a whole block.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,56 +16,93 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import row_loads as ops
-from pallas_kernels.fp8_products.tokens import LARGEST, LEAST, RUN, Fp8Tokens, codes_of, scales_of
+from pallas_kernels.fp8_products.token_warp import WARPS, TokenWarp
+from pallas_kernels.fp8_products.tokens import (
+    MOST_NORMED,
+    RUN,
+    Fp8Tokens,
+    normed_tokens_reference,
+    quantise_tokens_reference,
+)
 from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, MOST_TOKENS
-from pallas_kernels.left_operand import constant as bits
-
-WARPS = 4  # of a CTA, a token each
-LANES = 32
-AT_ONCE = 4  # runs of a thread whose loads are under way together
-
-# Four codes of a thread's: those of two numbers side by side, and of the two that are eight after them.
-ENCODE = """{
-.reg .b32 a, b, c, d; .reg .f32 p, q, r, s; .reg .b16 low, high;
-shl.b32 a, $1, 16; and.b32 b, $1, 0xFFFF0000; shl.b32 c, $2, 16; and.b32 d, $2, 0xFFFF0000;
-mov.b32 p, a; mov.b32 q, b; mov.b32 r, c; mov.b32 s, d;
-mul.f32 p, p, $3; mul.f32 q, q, $3; mul.f32 r, r, $3; mul.f32 s, s, $3;
-cvt.rn.satfinite.e4m3x2.f32 low, p, r; cvt.rn.satfinite.e4m3x2.f32 high, q, s;
-mov.b32 $0, {low, high};
-}"""
 
 
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all products of a depth
 def quantise_tokens_mosaic_gpu(x: jax.Array, *, interpret: Any = None) -> Fp8Tokens:
     """See `fp8_products.quantise_tokens`."""
+
+    def fp8_tokens(x: Any, codes: Any, scales: Any) -> None:  # the name that profiles show
+        if interpret is None:
+            _in_registers(_quantise, x, codes, scales)
+        else:
+            _in_rows(lambda row, token: quantise_tokens_reference(x.at[token][...][None]), x, codes, scales)
+
+    (tokens,) = _call(fp8_tokens, x, interpret=interpret)
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))
+def normed_tokens_mosaic_gpu(
+    x: jax.Array,
+    weight: jax.Array,
+    added: jax.Array | None,
+    *,
+    eps: float,
+    offset: float,
+    interpret: Any = None,
+) -> tuple[jax.Array, Fp8Tokens]:
+    """See `fp8_products.normed_tokens`."""
+    if x.shape[1] > MOST_NORMED:
+        raise NotImplementedError(f"norms of {x.shape[1]} numbers: the kernel takes up to {MOST_NORMED}")
+    if weight.dtype != x.dtype:
+        raise NotImplementedError(
+            f"norms of {x.dtype} with weights of {weight.dtype}: the kernel takes one dtype"
+        )
+
+    def fp8_norm(x: Any, weight: Any, *refs: Any) -> None:
+        """`refs`: what is added and a place for the sum, if at all, then places for codes and scales."""
+        *adding, codes, scales = refs
+
+        def plain(row: Any, token: Any) -> Fp8Tokens:
+            added = adding[0].at[token][...][None] if adding else None
+            total, found = normed_tokens_reference(
+                x.at[token][...][None], weight[...], added=added, eps=eps, offset=offset
+            )
+            if adding:
+
+                @pl.when(row < x.shape[0])
+                def _() -> None:
+                    adding[1].at[token][...] = total[0]
+
+            return found
+
+        if interpret is None:
+            _in_registers(functools.partial(_norm, eps=eps, offset=offset), x, weight, *refs)
+        else:
+            _in_rows(plain, x, codes, scales)
+
+    if added is None:
+        (tokens,) = _call(fp8_norm, x, weight, interpret=interpret)
+        return x, tokens
+    total, tokens = _call(fp8_norm, x, weight, added, results=[x], interpret=interpret)
+    return total, tokens
+
+
+def _call(
+    body: Callable[..., None], x: jax.Array, *others: jax.Array, results: Sequence[Any] = (), interpret: Any
+) -> tuple[Any, ...]:
+    """Of a kernel of x[T, depth] and others: arrays like `results`, then Fp8Tokens."""
     tokens, depth = x.shape
     if depth % RUN:
         raise NotImplementedError(f"tokens of {depth} numbers in FP8: the kernel takes multiples of {RUN}")
     rows, blocks = (-(-tokens // of) * of for of in (LEAST_TOKENS, MOST_TOKENS))
-
-    def fp8_tokens(x: Any, codes: Any, scales: Any) -> None:  # the name that profiles show
-        first = lax.axis_index("cta") * WARPS
-        if interpret is None:
-            _quantise(x, codes, scales, first)
-            return
-        for row in range(WARPS):
-            values = x.at[jnp.minimum(first + row, tokens - 1)][...].astype(jnp.float32)[None]
-            scale = scales_of(values)
-            codes.at[first + row][...] = codes_of(values, scale)[0]
-            scales.at[first + row][...] = scale[0]
-
-        if blocks > rows:
-
-            @pl.when(first + WARPS == rows)
-            def _() -> None:
-                scales.at[pl.ds(rows, blocks - rows)][...] = jnp.broadcast_to(scale, blocks - rows)
-
     kernel = plgpu.kernel(
-        fp8_tokens,
+        body,
         out_type=(
+            *(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results),
             jax.ShapeDtypeStruct((rows, depth), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((blocks,), jnp.float32),
         ),
@@ -72,82 +110,74 @@ def quantise_tokens_mosaic_gpu(x: jax.Array, *, interpret: Any = None) -> Fp8Tok
         grid_names=("cta",),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    codes, scales = kernel(x)
-    return Fp8Tokens(codes, scales, tokens)
+    *found, codes, scales = kernel(x, *others)
+    return *found, Fp8Tokens(codes, scales, tokens)
 
 
-def _quantise(x: Any, codes: Any, scales: Any, first: Any) -> None:
-    tokens, depth = x.shape
+def _in_rows(plain: Callable[[Any, Any], Fp8Tokens], x: Any, codes: Any, scales: Any) -> None:
+    """Codes and scales of a CTA's rows, from what `plain` gives for a row and the token that it has."""
+    first = lax.axis_index("cta") * WARPS
     rows, blocks = codes.shape[0], scales.shape[0]
-    runs = depth // RUN
+    for row in range(WARPS):
+        found = plain(first + row, jnp.minimum(first + row, x.shape[0] - 1))
+        codes.at[first + row][...] = found.codes[0]
+        scales.at[first + row][...] = found.scales[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), ops.SCALAR))
+    if blocks > rows:
+
+        @pl.when(first + WARPS == rows)
+        def _() -> None:
+            scales.at[pl.ds(rows, blocks - rows)][...] = jnp.broadcast_to(found.scales, blocks - rows)
+
+
+def _in_registers(body: Callable[..., None], x: Any, *refs: Any) -> None:
+    """What `body` makes of a warp and the Refs, the first of which are the tokens."""
+    types = (*(plgpu.RefType() for _ in (x, *refs)), ops.SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=types)
     def run(_: Any, *arguments: Any) -> None:
-        x, codes, scales, first = (ops.as_operand(x) for x in arguments)
-        i8, i16, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 16, 32, 64))
-        f32, element = ir.F32Type.get(), ir.BF16Type.get()
-        four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), i16)
+        *given, first = (ops.as_operand(argument) for argument in arguments)
+        body(TokenWarp(first, *x.shape), *given)
 
-        thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
-        warp, lane = arith.divui(thread, ops.constant(LANES)), arith.remui(thread, ops.constant(LANES))
-        # Warps beyond the last token take that one again, threads beyond the last run of 16 that run.
-        row = arith.addi(first, warp)
-        given = arith.minui(row, ops.constant(tokens - 1))
-        source = mgpu_utils.getelementptr(ops.pointer_of(x), [ops.muladd((given, depth))], element)
-        target = mgpu_utils.getelementptr(ops.pointer_of(codes), [ops.muladd((row, depth))], i8)
-        groups = range(0, -(-runs // LANES), AT_ONCE)
+    run(x, *refs, lax.axis_index("cta") * WARPS)
 
-        def offsets(group: int) -> list[ir.Value]:
-            numbers = range(group, min(group + AT_ONCE, -(-runs // LANES)))
-            own = [arith.addi(lane, ops.constant(n * LANES)) for n in numbers]
-            own = [arith.minui(run, ops.constant(runs - 1)) for run in own]
-            return [ops.muladd((run, RUN)) for run in own]
 
-        def words(offset: ir.Value) -> list[ir.Value]:
-            found = []
-            for half in range(2):
-                at = arith.addi(offset, ops.constant(half * RUN // 2))
-                at = mgpu_utils.getelementptr(source, [at], element)
-                loaded = llvm.load(four, at, alignment=16)
-                found += [vector.extract(loaded, dynamic_position=[], static_position=[n]) for n in range(4)]
-            return found
+def _quantise(warp: TokenWarp, x: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
+    largest = warp.nothing()
+    for group in warp.groups():
+        for words in [warp.load(x, step) for step in group]:
+            largest = warp.largest(words, largest)
+    scale, factor = warp.scale(largest)
+    for group in warp.groups():
+        for step, words in [(step, warp.load(x, step)) for step in group]:
+            warp.store_codes(codes, step, words, factor)
+    warp.store_scale(scales, scale, ir.MemRefType(codes.type).shape[0])
 
-        # Magnitudes of floats are in the order of their bits; NaN is the largest.
-        largest = mgpu_utils.bitcast(bits(0), pair)
-        for group in groups:
-            for word in [w for offset in offsets(group) for w in words(offset)]:
-                magnitudes = mgpu_utils.bitcast(arith.andi(word, bits(0x7FFF7FFF)), pair)
-                largest = arith.maxui(largest, magnitudes)
-        both = mgpu_utils.bitcast(largest, i32)
-        top = arith.maxui(arith.shli(both, bits(16)), arith.andi(both, bits(0xFFFF0000)))
-        for distance in (1, 2, 4, 8, 16):
-            top = arith.maxui(top, mgpu_utils.shfl_bfly(top, distance))
-        least = mgpu_utils.c(LEAST, f32)
-        top = arith.bitcast(f32, arith.maxui(top, arith.bitcast(i32, least)))
-        scale = arith.mulf(top, mgpu_utils.c(1 / LARGEST, f32))
-        # Exactly rounded, unlike the division that Mosaic makes.
-        one = mgpu_utils.c(1.0, f32)
-        factor = mgpu_utils.inline_ptx("div.rn.f32 $0, $1, $2;", one, scale, result_types=f32)
 
-        for group in groups:
-            at_once = [(offset, words(offset)) for offset in offsets(group)]
-            for offset, loaded in at_once:
-                encoded = [
-                    mgpu_utils.inline_ptx(ENCODE, loaded[n], loaded[n + 4], factor, result_types=i32)
-                    for n in range(4)
-                ]
-                to = mgpu_utils.getelementptr(target, [offset], i8)
-                llvm.store(vector.from_elements(four, encoded), to, alignment=16)
+def _norm(warp: TokenWarp, x: ir.Value, weight: ir.Value, *refs: ir.Value, eps: float, offset: float) -> None:
+    *adding, codes, scales = refs
+    held, squares = [], warp.f32(0.0)
+    for group in warp.groups():
+        at_once = [warp.load(x, step) for step in group]
+        if adding:
+            added, total = adding
+            others = [warp.load(added, step) for step in group]
+            at_once = [warp.added(*both) for both in zip(at_once, others, strict=True)]
+            with mgpu_utils.when(warp.has_token):
+                for step, words in zip(group, at_once, strict=True):
+                    warp.store(total, step, words)
+        for step, words in zip(group, at_once, strict=True):
+            squares = arith.addf(squares, warp.within(step, warp.squares(words)))
+        held += at_once
+    mean = warp.divided(warp.total(squares), warp.f32(warp.depth))
+    inverse_rms = warp.rsqrt(arith.addf(mean, warp.f32(eps)))
 
-        def store_scale(at: ir.Value) -> None:
-            llvm.store(scale, mgpu_utils.getelementptr(ops.pointer_of(scales), [at], f32))
-
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, ops.constant(0))):
-            store_scale(row)
-        if blocks > rows:
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, row, ops.constant(rows - 1))):
-                for start in range(rows, blocks, LANES):
-                    at = arith.addi(lane, ops.constant(start))
-                    store_scale(arith.minui(at, ops.constant(blocks - 1)))
-
-    run(x, codes, scales, first)
+    largest = warp.nothing()
+    for group in warp.groups():
+        for step, weights in [(step, warp.load(weight, step, row=0)) for step in group]:
+            held[step] = warp.normed(held[step], weights, inverse_rms, warp.f32(offset))
+            largest = warp.largest(held[step], largest)
+    scale, factor = warp.scale(largest)
+    for step, words in enumerate(held):
+        warp.store_codes(codes, step, words, factor)
+    warp.store_scale(scales, scale, ir.MemRefType(codes.type).shape[0])

@@ -140,6 +140,24 @@ def test_products_of_many_tokens_in_fp8_lower(hopper, caplog):
     assert not caplog.records
 
 
+def test_norms_of_many_tokens_are_written_in_fp8_alone(hopper, caplog):
+    """All but the first add before; what else is quantised are the tokens of attn_out and down."""
+    params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)
+    cache = tj.init_cache(plan, config, num_pages=64, max_requests=4, max_tokens=512, dtype=jnp.bfloat16)
+    chunk = dict(row=np.int32(1), tokens=np.zeros(320, np.int32), count=np.int32(300))
+    text = lowered(
+        lambda params, cache: tj.prefill_chunk(
+            params, config.replace(activations_fp8=True), plan, cache, scorer=tj.get_scorer("snapkv"), **chunk
+        ),
+        params,
+        cache,
+    )
+    # Attention, writing, the window's sums; four products; norms; and those tokens, of a depth each.
+    assert kernels(text) == 3 + 4 + 2 + 2
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("tokens", "dynamic"), [(24, False), (312, False), (312, True), (300, True)])
 def test_products_with_fp8_weights_pad_nothing(hopper, tokens, dynamic):
     """XLA would in kernels of its own. Only bfloat16 tokens that are no multiple of eight need it."""

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.gates import in_halves
 from tests.kernels.expert_cases import relative_error
-from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
+from tests.kernels.fp8_cases import check_normed_tokens, codes_in_bytes, odd_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,26 @@ def test_tokens_in_fp8(tokens, depth):
     assert off.max() <= 1 and (off > 0).mean() < 1e-3
     for odd in (4, 5):
         assert (codes[0][odd] & 0x7F == 0x7F).any() or not np.isfinite(got.scales[odd])
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("tokens", "depth"),
+    [
+        (6, 16),
+        (10, 144),
+        (333, 2048),
+        (260, 2880),
+        (64, 3840),
+        (1001, 4096),
+        (4096, 4096),
+        (259, 5120),
+        (40, 8192),
+    ],
+)
+def test_tokens_of_a_norm_in_fp8(tokens, depth, offset, added):
+    check_normed_tokens(tokens, depth, offset, added)
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])

@@ -138,18 +138,14 @@ def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
     params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
     with as_on_hopper():
         jax.eval_shape(lambda params: logits_of(params, config.replace(name="traced for a GPU")), params)
-        assert [gate for *_, gate in asked] == [None, None, "silu", None]
-        depths = [x.shape[1] for x, *_ in asked]
-        assert depths == [
-            CONFIG.hidden_size,
-            128,
-            CONFIG.hidden_size,
-            CONFIG.intermediate_size,
-        ]  # of all layers alike
+        assert [gate for *_, gate in asked] == [None, None, "silu", None, None]
+        # Of the first layer, which adds nothing before its norm, then of what is new in the others.
+        hidden, heads, inner = CONFIG.hidden_size, 128, CONFIG.intermediate_size
+        assert [x.shape[1] for x, *_ in asked] == [hidden, heads, hidden, inner, hidden]
         assert not caplog.records
         for dtype in (jnp.float32, jnp.float32, jnp.float16):
             product(jnp.ones((2, 64), dtype), params["layers"][0]["qkv"], (256,), CONFIG)
-    assert len(asked) == 4
+    assert len(asked) == 5
     slower = "FP8 weights are unpacked for every product, many times slower: "
     assert [record.getMessage() for record in caplog.records] == [
         f"{slower}tokens of {dtype} for FP8 weights: the kernel takes bfloat16"

@@ -18,8 +18,9 @@ from models.rope import rope_frequencies, rope_tables
 from models.rope_scaling import RopeScaling
 from models.sharding import REPLICATED, TENSOR_PARALLEL, pad_heads, param_shardings, tensor_mesh
 from models.testing import random_params, reference_decode, tiny_gemma_config, tiny_tokenizer
-from models.transformer import forward, rms_norm
+from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
+from pallas_kernels.norms import rms_norm
 from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors
 
 IMAGES = json.loads((GOLDEN / "gemma3_images.json").read_text())

@@ -15,6 +15,7 @@ from models.params import abstract_params, num_parameters
 from models.rope import apply_rope, rope_frequencies
 from models.testing import random_params, reference_decode, tiny_config
 from models.transformer import forward
+from pallas_kernels.norms import rms_norm
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG)
@@ -56,17 +57,18 @@ def test_activations_keep_the_dtype_of_the_weights(dtype):
 
 def test_a_layer_is_traced_once(monkeypatch):
     """Guards the time to trace: 30 layers must not mean 30 traces of the layer."""
+    import models.products
     import models.transformer
 
     calls = []
-    original = models.transformer.rms_norm
-    monkeypatch.setattr(models.transformer, "rms_norm", lambda *args: calls.append(1) or original(*args))
+    for module in (models.products, models.transformer):
+        monkeypatch.setattr(module, "rms_norm", lambda *args: calls.append(1) or rms_norm(*args))
     config = tiny_config(num_layers=8, norm_eps=1.25e-5)  # a configuration that no other test has traced
     tokens = jnp.arange(3, dtype=jnp.int32)
     jax.jit(lambda p: forward(p, config, tokens, tokens, dense_attend(tokens), None)[0]).trace(
         abstract_params(config, jnp.float32)
     )
-    assert len(calls) == 3  # before attention, after it, before the head
+    assert len(calls) == 4  # before the first attention, before the others, after each, before the head
 
 
 def numpy_attention(q, k, v, visible):
