@@ -58,7 +58,7 @@ class _Config:
     @property
     def overlapped(self) -> bool:
         """Whether a step is unpacked while the products of the one before go on, which then holds its memory for longer."""
-        return self.rows >= OVERLAPPED
+        return self.rows >= OVERLAPPED and self.split == 1
 
     def steps_of(self, turn: Any) -> Any:
         """Steps of a tile that are a warpgroup's turn: those with this remainder."""
@@ -265,11 +265,22 @@ def _compute(
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
 
-            steps = cfg.steps_of(turn)
-            lax.fori_loop(0, steps, one_step, None)
-            if cfg.overlapped:
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[slot_of(steps - 1)], predicate=steps > 0)
+            if not cfg.overlapped:
+                lax.fori_loop(0, cfg.steps_of(turn), one_step, None)
+                return tuple(acc[...] for acc in accumulators)
+
+            # An even number of left operands has registers of its own in each round.
+            at_once = 2 if cfg.deep_step * cfg.parts % 2 else 1
+
+            def one_round(k: Any, nothing: Any) -> None:
+                for j in range(at_once):
+                    one_step(k * at_once + j, None)
+
+            lax.fori_loop(0, cfg.steps // at_once, one_round, None)
+            if cfg.steps % at_once:
+                one_step(i32(cfg.steps - 1), None)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
             return tuple(acc[...] for acc in accumulators)
 
         sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)
