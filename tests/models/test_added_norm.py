@@ -20,7 +20,7 @@ CONFIGS = {
     "llama": tiny_config(num_layers=2),
     "gemma 2": tiny_gemma2_config(num_layers=2, sliding_layers=(0,)),
     "experts": tiny_config(
-        num_layers=2, num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,)
+        num_layers=2, num_experts=6, experts_per_token=2, expert_size=64, dense_layers=(0,)
     ),
 }
 DYNAMIC = tiny_config(activations_fp8=True, norm_offset=1.0)
@@ -83,9 +83,6 @@ def test_norms_that_give_codes_change_nothing(kind, monkeypatch):
     monkeypatch.setattr(fp8, "quantise_tokens", fp8.quantise_tokens_reference)
     monkeypatch.setattr(fp8, "normed_tokens", normed)
     got = logits(config.replace(activations_fp8=True, name="not traced before"))
-    assert given == [
-        False,
-        True,
-        True,
-    ]  # traces: of the first layer's attention, of an MLP, of the others' attention
+    # Traces: of the first layer's attention, of an MLP, of the others' attention.
+    assert given == [False, True, True]
     np.testing.assert_array_equal(got, want)
