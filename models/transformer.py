@@ -21,6 +21,8 @@ from models.rope import rope_tables, rotate
 from pallas_kernels.fp8_products import Fp8Tokens
 from pallas_kernels.norms import rms_norm
 
+MANY_TOKENS = 1024  # from which on norms of heads are worth a kernel for their sums, and the rest goes with the rotation
+
 
 @runtime_checkable
 class Attend(Protocol):
@@ -83,7 +85,8 @@ def _attention_inputs(
             # All heads at once, the values' for nothing: on a GPU one kernel, where queries and keys alone were five.
             head = jnp.arange(G + 2)[:, None]
             weight = jnp.where(head < G, layer_params["q_norm"], layer_params["k_norm"])
-            qkv = jnp.where(head <= G, _norm(qkv, weight, config), qkv)
+            normed = rms_norm(qkv, weight, config.norm_eps, config.norm_offset, hold=T >= MANY_TOKENS)
+            qkv = jnp.where(head <= G, normed, qkv)
     q = qkv[:, :, :G].reshape(T, config.num_heads, config.head_dim)
     k, v = qkv[:, :, G], qkv[:, :, G + 1]
     with jax.named_scope("rope"):
