@@ -4,7 +4,7 @@
   python -m benchmarks.expert_products --shape mixtral-8x7b
   python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
   python -m benchmarks.expert_products --fp8               weights in FP8, against it
-  python -m benchmarks.expert_products --rows              bringing tokens' rows to experts and adding them up, against XLA
+  python -m benchmarks.expert_products --rows              bringing tokens' rows to experts and adding them up
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
 than it is read in between). Tokens are routed evenly at random; a single one has an empty slot beside it, as in a decode
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, kernels_of, read_roof, trace_kernels
+from models.experts import add_experts, expert_weights
 from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
@@ -133,19 +134,23 @@ def measure(
 
 
 def measure_rows(shape: str, tokens: int) -> dict:
-    """All kernels of bringing the rows of tokens to their experts and of adding up what comes back, ours and XLA's."""
+    """All kernels of bringing tokens' rows to their experts, ours and XLA's, and of adding up what comes back.
+
+    Where weights are not held, the fusion that adds up makes them anew for every element.
+    """
     num_experts, count, hidden, _ = SHAPES[shape]
     rng = np.random.default_rng(tokens)
     experts = np.stack([rng.permutation(num_experts)[:count] for _ in range(tokens)]).astype(np.int32)
     plan = jax.jit(ep.plan_experts, static_argnums=(1, 2))(jnp.asarray(experts), num_experts, 64)
     x = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
-    weights = jax.random.uniform(jax.random.key(1), (tokens, count))
+    logits = jax.random.normal(jax.random.key(1), (tokens, num_experts))
+    largest = jax.lax.top_k(logits, count)[0]
 
-    def add(h: jax.Array, position: jax.Array, weights: jax.Array) -> jax.Array:
-        parts = [h[position[:, j]].astype(jnp.float32) * weights[:, j : j + 1] for j in range(count)]
-        return sum(parts[1:], parts[0]).astype(h.dtype)
+    def add(h: jax.Array, plan: ep.ExpertPlan, hold: bool) -> jax.Array:
+        weights, whole = expert_weights(logits, largest, normalize=True)
+        return add_experts(h, plan, weights, whole, hold)
 
-    def us(call: Any, *args: jax.Array) -> float:
+    def us(call: Any, *args: Any) -> float:
         times = kernels_of(jax.jit(call), args, calls=8)
         return sum(map(sum, times.values())) / 8
 
@@ -153,13 +158,13 @@ def measure_rows(shape: str, tokens: int) -> dict:
     row = {
         "tokens": tokens,
         "gather_us": us(ep.gather_rows, x, plan.token),
-        "add_us": us(ep.add_rows, h, plan.position, weights),
-    }
-    row |= {
+        "add_us": us(lambda h, at: add(h, plan._replace(position=at), True), h, plan.position),
         "xla_gather_us": us(lambda x, rows: x[rows], x, plan.token),
-        "xla_add_us": us(add, h, plan.position, weights),
+        "not_held_add_us": us(lambda h, at: add(h, plan._replace(position=at), False), h, plan.position),
     }
-    return row | {f"x_{name}": row[f"xla_{name}_us"] / row[f"{name}_us"] for name in ("gather", "add")}
+    row["x_gather"] = row["xla_gather_us"] / row["gather_us"]
+    row["x_add"] = row["not_held_add_us"] / row["add_us"]
+    return row
 
 
 def main() -> None:

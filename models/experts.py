@@ -120,8 +120,8 @@ def expert_mlp(
         else:
             routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
             plan = ep.plan_experts(routed, num_experts, block)
-        many = plan if kernel and len(x) >= ep.MANY_TOKENS and isinstance(plan, ep.ExpertPlan) else None
-        h = plan.given(x) if many is None else ep.gather_rows(x, many.token)
+        many = kernel and isinstance(plan, ep.ExpertPlan) and len(x) >= ep.MANY_TOKENS
+        h = plan.given(x, ep.gather_rows if many else None)
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
         for matrices, bias, limit in steps:
@@ -131,23 +131,25 @@ def expert_mlp(
                 h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
         weights, whole = expert_weights(logits, largest, config.normalize_experts)
-        if many is None:
-            total = _sum(h, plan, weights, whole).astype(x.dtype)
-        else:
-            total = ep.add_rows(h, many.position, jnp.concatenate(weights, axis=1) / whole)
+        total = add_experts(h, plan, weights, whole, many).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 
-def _sum(
-    h: Array, plan: ep.ExpertPlan | ep.DirectPlan, weights: list[Array], whole: Array
+def add_experts(
+    h: Array, plan: ep.ExpertPlan | ep.DirectPlan, weights: list[Array], whole: Array, hold: bool
 ) -> Float[Array, "T E"]:
-    """Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU.
+    """The sum over experts of products h [M, E] times weights / whole ([T, 1] each, as from `expert_weights`), in float32.
 
-    Of few tokens what comes out is divided: then the sum of weights needs no kernel either.
+    Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
+    divided: then the sum of weights needs no kernel either. Of many, XLA would make a token's weights anew for every
+    element of it, which takes many times as long as adding up: `hold` makes them a kernel of their own.
     """
     directly = isinstance(plan, ep.DirectPlan)
     if not directly:
         weights = [weight / whole for weight in weights]
+    if hold:
+        held = lax.optimization_barrier(jnp.concatenate(weights, axis=1))
+        weights = [held[:, j : j + 1] for j in range(held.shape[1])]
     parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
     total = sum(parts[1:], parts[0])
     return total / whole if directly else total

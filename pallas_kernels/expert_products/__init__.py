@@ -27,7 +27,6 @@ __all__ = [
     "ExpertPlan",
     "PackedTuning",
     "Tuning",
-    "add_rows",
     "check_supported",
     "expert_products",
     "expert_products_reference",
@@ -73,19 +72,9 @@ def check_supported(
 
 def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
     """x[rows]: the rows i32[M] of [T, E], E a multiple of 8; 16-bit floats. On the GPUs that `check_supported` names."""
-    from pallas_kernels.expert_products.rows_gpu import rows_mosaic_gpu
+    from pallas_kernels.expert_products.rows_gpu import gather_rows_mosaic_gpu
 
-    return rows_mosaic_gpu(x, rows[:, None], interpret=interpret)
-
-
-def add_rows(h: jax.Array, position: jax.Array, weights: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """[T, E], the sums of the rows position i32[T, k] of h [M, E] times their weights f32[T, k]; as `gather_rows`.
-
-    Added up in float32, the first ones first, and rounded to the dtype of h.
-    """
-    from pallas_kernels.expert_products.rows_gpu import rows_mosaic_gpu
-
-    return rows_mosaic_gpu(h, position, weights, interpret=interpret)
+    return gather_rows_mosaic_gpu(x, rows, interpret=interpret)
 
 
 def expert_products(

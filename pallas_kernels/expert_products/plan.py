@@ -3,6 +3,7 @@
 Rows are sorted by expert; of very few tokens each row goes to its expert directly.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from pallas_kernels.expert_products.tuning import ALIGN
 
 COMPARED = 256  # rows whose experts are compared pair by pair; a sort would be dozens of kernels on a GPU
 i32 = jnp.int32
+Gather = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class SortedBlocks(NamedTuple):
@@ -95,9 +97,9 @@ class ExpertPlan(NamedTuple):
     blocks: SortedBlocks
     block: int  # rows of a block
 
-    def given(self, x: jax.Array) -> jax.Array:
-        """Of tokens [T, E] what is multiplied: their rows, [M, E]."""
-        return x[self.token]
+    def given(self, x: jax.Array, gather: Gather | None = None) -> jax.Array:
+        """Of tokens [T, E] what is multiplied: their rows [M, E], which `gather` takes if not XLA."""
+        return x[self.token] if gather is None else gather(x, self.token)
 
     def chosen(self, h: jax.Array, j: int) -> jax.Array:
         """Of products [M, E] those of each token's j-th expert: [T, E]."""
@@ -110,7 +112,7 @@ class DirectPlan(NamedTuple):
     blocks: DirectBlocks
     block: int = ALIGN
 
-    def given(self, x: jax.Array) -> jax.Array:
+    def given(self, x: jax.Array, gather: Gather | None = None) -> jax.Array:
         """What is multiplied: the tokens themselves."""
         return x
 

@@ -11,7 +11,9 @@ from pallas_kernels.support import num_sms, record_for
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
 DEPTH = 64  # of one step: a row of 128 bytes
 BOX = 64  # columns of a tile are a multiple of it
-MANY_TOKENS = 128  # from which on `gather_rows` and `add_rows` are faster than XLA's gathers
+MANY_TOKENS = (
+    128  # from which on `gather_rows` is worth it, and weights of tokens are worth a kernel of their own
+)
 ALIGN = 8  # rows; an expert's begin at a multiple of it, as loads do
 
 

@@ -112,20 +112,11 @@ def _plain(weights: jax.Array | fp8.Fp8Weights) -> jax.Array:
     return mxfp4.unpack(weights).swapaxes(1, 2) if weights.ndim == 6 else weights
 
 
-def random_rows(
-    tokens: int, size: int, per_token: int, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(h [2 T k, size], rows of it i32[T, k], weights f32[T, k])"""
-    rng = np.random.default_rng(tokens + size)
-    h = jnp.asarray(rng.standard_normal((2 * tokens * per_token, size)), dtype)
-    rows = rng.integers(0, len(h), (tokens, per_token)).astype(np.int32)
-    return h, jnp.asarray(rows), jnp.asarray(rng.random((tokens, per_token)), jnp.float32)
-
-
-def sums_of_rows(h: jax.Array, rows: jax.Array, weights: jax.Array) -> np.ndarray:
-    """f64[T, size]"""
-    h, rows, weights = (np.asarray(a) for a in (h, rows, weights))
-    return (h[rows].astype(np.float64) * weights[..., None]).sum(1)
+def random_rows(count: int, size: int, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """(x [2 count, size], rows of it i32[count])"""
+    rng = np.random.default_rng(count + size)
+    x = jnp.asarray(rng.standard_normal((2 * count, size)), dtype)
+    return x, jnp.asarray(rng.integers(0, len(x), count).astype(np.int32))
 
 
 def relative_error(got: jax.Array, want: np.ndarray) -> float:

@@ -24,7 +24,7 @@ from pallas_kernels.expert_products.tuning import (
     PACKED_ONE,
     PACKED_SOME,
 )
-from tests.kernels.expert_cases import make_case, random_rows, relative_error, sums_of_rows
+from tests.kernels.expert_cases import make_case, random_rows, relative_error
 
 plan_experts = jax.jit(ep.plan_experts, static_argnums=(1, 2))
 PACKED = {"packed": "mxfp4", "like_gpt_oss": True}
@@ -174,14 +174,11 @@ def test_where_a_direct_plan_is_worth_it():
     assert not ep.goes_directly(8, 8, 128) and not ep.goes_directly(4, 4, 32)
 
 
-@pytest.mark.parametrize(("tokens", "size", "per_token"), [(6, 384, 3), (9, 264, 1), (3, 8, 2)])
-def test_rows_in_the_interpreter(tokens, size, per_token):
-    x, rows, weights = random_rows(tokens, size, per_token, jnp.float16)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = ep.gather_rows(x, rows[:, 0], interpret=interpret)
-    np.testing.assert_array_equal(found, x[rows[:, 0]])
-    added = ep.add_rows(x, rows, weights, interpret=interpret)
-    assert relative_error(added, sums_of_rows(x, rows, weights)) < 1e-3
+@pytest.mark.parametrize(("count", "size"), [(6, 384), (9, 264), (3, 8)])
+def test_rows_in_the_interpreter(count, size):
+    x, rows = random_rows(count, size, jnp.float16)
+    found = ep.gather_rows(x, rows, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    np.testing.assert_array_equal(found, x[rows])
     assert not gpu_callbacks.get_races().races_found
 
 

@@ -12,7 +12,7 @@ from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.tuning import FEW, FP8_ONE, FP8_TUNING, MANY, PACKED_ONE, PACKED_TUNING
 from pallas_kernels.support import record_for
-from tests.kernels.expert_cases import make_case, random_rows, relative_error, sums_of_rows
+from tests.kernels.expert_cases import make_case, random_rows, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -77,15 +77,10 @@ def test_products_of_a_direct_plan(sizes, there, options):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("tokens", "size", "per_token"), [(1000, 2048, 8), (333, 2880, 4), (7, 8, 2), (130, 4104, 1)]
-)
-def test_rows(tokens, size, per_token, dtype):
-    """A copy is exact, a sum rounded once."""
-    x, rows, weights = random_rows(tokens, size, per_token, dtype)
-    assert (ep.gather_rows(x, rows[:, 0]) == x[rows[:, 0]]).all()
-    added = ep.add_rows(x, rows, weights)
-    assert relative_error(added, sums_of_rows(x, rows, weights)) < float(jnp.finfo(dtype).eps)
+@pytest.mark.parametrize(("count", "size"), [(8000, 2048), (333, 2880), (7, 8), (130, 4104)])
+def test_rows(count, size, dtype):
+    x, rows = random_rows(count, size, dtype)
+    assert (ep.gather_rows(x, rows) == x[rows]).all()
 
 
 def _config(num_experts, per_token, packed):
