@@ -4,6 +4,7 @@
   python -m benchmarks.expert_products --shape mixtral-8x7b
   python -m benchmarks.expert_products --shape gpt-oss-20b --mxfp4     weights in MXFP4, against the kernel for bfloat16
   python -m benchmarks.expert_products --fp8               weights in FP8, against it
+  python -m benchmarks.expert_products --fp8 dynamic       and the rows of many tokens too
   python -m benchmarks.expert_products --rows              bringing tokens' rows to experts and adding them up
 
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
@@ -12,7 +13,8 @@ step. The floor is what is larger: the bytes of the experts that are reached at 
 same run, or the products at 800 TFLOP/s. `ragged_dot` is `jax.lax.ragged_dot`, `pallas` the kernel in
 `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles; they compute gate and up alone, without SiLU,
 and are compared with our first product. With `--mxfp4` and `--fp8` both products are compared with those of our kernel for
-bfloat16. GPT-OSS's have its biases and activation.
+bfloat16, with what makes FP8 of the tokens and of the first product's results (`quantise`). GPT-OSS's have its biases and
+activation.
 """
 
 import argparse
@@ -53,11 +55,11 @@ def library_us(call: Any, *args: jax.Array) -> float:
 
 
 def both_us(
-    x: jax.Array, experts: np.ndarray, weights: Weights, like_gpt_oss: bool, in_order: bool
-) -> tuple[float, float]:
-    """Times of the first and the second product of tokens x with the experts [T, k] that they are routed to.
+    x: jax.Array, experts: np.ndarray, weights: Weights, like_gpt_oss: bool, in_order: bool, dynamic: bool
+) -> tuple[float, float, float]:
+    """Times of the first and the second product of tokens x with the experts [T, k] that they go to, and of quantising.
 
-    `in_order`: rows are sorted, however few they are.
+    `in_order`: rows are sorted, however few they are. `dynamic`: many are in FP8.
     """
     held = jax.tree.leaves(weights[0])[0]
     num_experts, packed = len(held), held.ndim == 6
@@ -66,8 +68,10 @@ def both_us(
     directly = not in_order and ep.goes_directly(len(x), experts.shape[1], num_experts)
     rows = 1 if directly else experts.size
     tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(rows, num_experts)
+    narrow = dynamic and rows >= ep.LEAST_NARROW * num_experts
     if packed:
-        tuning = ep.packed_tuning_for(rows, num_experts, fp8=isinstance(weights[0], fp8.Fp8Weights))
+        in_fp8 = isinstance(weights[0], fp8.Fp8Weights)
+        tuning = ep.packed_tuning_for(rows, num_experts, fp8=in_fp8, narrow=narrow)
     plan: Any
     if directly:
         plan = ep.plan_directly(jnp.asarray(experts), jnp.asarray(there))
@@ -78,17 +82,27 @@ def both_us(
     width = held.shape[2] * mxfp4.TILE if packed else held.shape[3]
     biases = (jnp.ones((num_experts, 2, width), x.dtype), jnp.ones((num_experts, 1, hidden), x.dtype))
 
-    def products(x: jax.Array, w: Weight, bias: jax.Array | None, *blocks: jax.Array) -> jax.Array:
+    def products(
+        x: jax.Array, codes: jax.Array | None, w: Weight, bias: jax.Array | None, *blocks: jax.Array
+    ) -> jax.Array:
+        """Of rows x, or of those that codes and scales x are."""
+        rows = x if codes is None else fp8.Fp8Tokens(codes, x, len(codes))
         given = plan._replace(blocks=type(plan.blocks)(*blocks))
         limit = 7.0 if bias is not None and bias.shape[1] == 2 else None
-        return ep.expert_products(x, w, given, tuning=tuning, bias=bias, limit=limit)
+        return ep.expert_products(rows, w, given, tuning=tuning, bias=bias, limit=limit)
 
-    x, times = plan.given(x), []
+    times: list[float] = []
+    quantise, h = 0.0, x if narrow else plan.given(x)
     for w, bias in zip(weights, biases if like_gpt_oss else (None, None), strict=True):
-        args = (x, w, bias, *plan.blocks)
+        args = (h, None, w, bias, *plan.blocks)
+        if narrow:  # tokens before they are brought to their experts
+            quantise += cold_kernel_us(fp8.quantise_tokens, (h,), "fp8_tokens")[0]
+            codes = fp8.quantise_tokens(h)
+            rows_in_fp8 = codes if times else plan.given(codes)
+            args = (rows_in_fp8.scales, rows_in_fp8.codes, *args[2:])
         times.append(cold_kernel_us(products, args, "expert_products")[0])
-        x = jax.jit(products)(*args)
-    return times[0], times[1]
+        h = jax.jit(products)(*args)
+    return times[0], times[1], quantise
 
 
 def measure(
@@ -99,6 +113,7 @@ def measure(
     packed: Weights | None,
     others: bool,
     in_order: bool,
+    dynamic: bool,
 ) -> dict:
     num_experts, count, hidden, width = SHAPES[shape]
     rng = np.random.default_rng(tokens)
@@ -106,15 +121,16 @@ def measure(
     given = jax.random.normal(jax.random.key(0), (tokens, hidden), jnp.bfloat16)
     gate_up, down = packed or weights
     like_gpt_oss = shape.startswith("gpt-oss")
-    first, second = both_us(given, experts, (gate_up, down), like_gpt_oss, in_order)
+    first, second, quantise = both_us(given, experts, (gate_up, down), like_gpt_oss, in_order, dynamic)
     reached = len(np.unique(experts)) / num_experts
     read = sum(leaf.nbytes for leaf in jax.tree.leaves((gate_up, down))) * reached / roof / 1e3
     computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
     row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
     if packed:
-        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss, in_order))
-        row["x_bfloat16"] = row["bfloat16_us"] / (first + second)
+        row["quantise_us"] = quantise
+        row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss, in_order, False))
+        row["x_bfloat16"] = row["bfloat16_us"] / (first + second + quantise)
     elif others:
         sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
         x = jax.random.normal(jax.random.key(1), (max(tokens * count, 64), hidden), jnp.bfloat16)
@@ -175,7 +191,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     packing = parser.add_mutually_exclusive_group()
     packing.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
-    packing.add_argument("--fp8", action="store_true", help="weights in FP8")
+    packing.add_argument(
+        "--fp8", nargs="?", const="weights", choices=("weights", "dynamic"), help="weights in FP8"
+    )
     parser.add_argument("--alone", action="store_true", help="without the two others")
     parser.add_argument("--sorted", action="store_true", help="rows sorted by expert, however few tokens")
     parser.add_argument("--rows", action="store_true", help="only what lies around the products")
@@ -206,7 +224,8 @@ def main() -> None:
         if args.rows:
             rows.append(measure_rows(args.shape, tokens))
         else:
-            rows.append(measure(args.shape, tokens, roof, weights, packed, not args.alone, args.sorted))
+            how = (not args.alone, args.sorted, args.fp8 == "dynamic")
+            rows.append(measure(args.shape, tokens, roof, weights, packed, *how))
         print({key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
     table = Table(title=f"{args.shape}, {jax.devices()[0].device_kind}, roof {roof / 1e3:.2f} TB/s")
     for key in rows[0]:

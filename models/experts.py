@@ -12,7 +12,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import expert_products as ep
-from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.fp8_products import (
+    Fp8Tokens,
+    Fp8Weights,
+    quantise_tokens,
+    quantise_tokens_reference,
+)
 from pallas_kernels.support import check_one_device
 
 if TYPE_CHECKING:
@@ -107,9 +112,10 @@ def expert_mlp(
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
     directly = ep.goes_directly(x.shape[0], count, num_experts)
     rows = x.shape[0] * count
+    narrow = fp8 and config.activations_fp8 and not directly and rows >= ep.LEAST_NARROW * num_experts
     tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(1 if directly else rows, num_experts)
     if config.experts_mxfp4 or fp8:
-        tuning = ep.packed_tuning_for(1 if directly else rows, num_experts, fp8=fp8)
+        tuning = ep.packed_tuning_for(1 if directly else rows, num_experts, fp8=fp8, narrow=narrow)
     kernel = _has_kernel(x, gate_up, down)
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
@@ -121,10 +127,14 @@ def expert_mlp(
             routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
             plan = ep.plan_experts(routed, num_experts, block)
         many = kernel and isinstance(plan, ep.ExpertPlan) and len(x) >= ep.MANY_TOKENS
-        h = plan.given(x, ep.gather_rows if many else None)
+        quantise = quantise_tokens if kernel else quantise_tokens_reference
+        gather = ep.gather_rows if many else None
+        h: Any = plan.given(quantise(x), gather) if narrow else plan.given(x, gather)
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
         for matrices, bias, limit in steps:
+            if narrow and not isinstance(h, Fp8Tokens):  # products of before
+                h = quantise(h)
             if kernel:
                 h = ep.expert_products(h, matrices, plan, tuning=tuning, bias=bias, limit=limit)
             else:

@@ -10,6 +10,7 @@ from pallas_kernels.expert_products.reference import expert_products_reference
 from pallas_kernels.expert_products.tuning import (
     BOX,
     DEPTH,
+    LEAST_NARROW,
     MANY_TOKENS,
     PACKED_TUNING,
     TUNING,
@@ -19,9 +20,10 @@ from pallas_kernels.expert_products.tuning import (
     packed_tuning_for,
     tuning_for,
 )
-from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 
 __all__ = [
+    "LEAST_NARROW",
     "MANY_TOKENS",
     "DirectPlan",
     "ExpertPlan",
@@ -71,14 +73,14 @@ def check_supported(
 
 
 def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """x[rows]: the rows i32[M] of [T, E], E a multiple of 8; 16-bit floats. On the GPUs that `check_supported` names."""
+    """x[rows]: the rows i32[M] of [T, E], of a multiple of 16 bytes each. On the GPUs that `check_supported` names."""
     from pallas_kernels.expert_products.rows_gpu import gather_rows_mosaic_gpu
 
     return gather_rows_mosaic_gpu(x, rows, interpret=interpret)
 
 
 def expert_products(
-    x: jax.Array,
+    x: jax.Array | Fp8Tokens,
     weights: jax.Array | Fp8Weights,
     plan: ExpertPlan | DirectPlan,
     *,
@@ -92,6 +94,7 @@ def expert_products(
     Of a direct plan x are the tokens [T, depth], or the products of a call before, and M is T * k * 8.
     Weights in MXFP4 are i32[X, parts, columns / 64, depth / 64, 17, 32] as from `mxfp4.pack`, those in FP8 codes
     i32[X, parts, columns / 64, depth / 64, 32, 32] and scales f32[X, parts, columns]; the tuning of both is a PackedTuning.
+    The rows of a sorted plan may be in FP8 too if such weights are: the result is bfloat16.
     `bias` [X, parts, columns] is added to the products. With two parts, gate and up, the result is SiLU(gate) * up, and with
     a `limit` that of GPT-OSS (`reference.activation`). Sums are float32, the result has the dtype of x. Rows of no block
     hold anything. `plan` was made for blocks of `tuning.rows`, or is a direct one; weights in MXFP4 take that with 8 rows.
@@ -103,9 +106,9 @@ def expert_products(
 
     if interpret is None:
         held = weights.codes if isinstance(weights, Fp8Weights) else weights
-        check_supported(x.dtype, held.dtype, held.shape)
+        check_supported("bfloat16" if isinstance(x, Fp8Tokens) else x.dtype, held.dtype, held.shape)
     options: dict[str, Any] = {"bias": bias, "limit": limit, "interpret": interpret}
     if isinstance(tuning, PackedTuning):
         return packed_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)
-    assert not isinstance(weights, Fp8Weights)
+    assert not isinstance(weights, Fp8Weights) and not isinstance(x, Fp8Tokens)
     return expert_products_mosaic_gpu(x, weights, plan, tuning=tuning, **options)

@@ -1,4 +1,4 @@
-"""The formats of packed weights: how a tile of 64 columns x 64 of the depth lies in memory, and becomes bfloat16."""
+"""The formats of packed weights: how a tile of 64 columns x 64 of the depth lies in memory, and what it becomes."""
 
 import dataclasses
 import functools
@@ -15,10 +15,11 @@ from pallas_kernels.left_operand import bfloat16s, constant, four_words, left_op
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """`unpack` makes of tiles i32[1, *tile] a matrix instruction's left operand in registers: see `left_operand`."""
+    """`unpack` makes of tiles i32[n, *tile] a matrix instruction's left operand in registers: see `left_operand`."""
 
     tile: tuple[int, int]  # of 32-bit words
     unpack: Callable[[jax.Ref, jax.Ref | None], Any]
+    most: int = 1  # tiles along the depth of one operand
 
     @property
     def bytes(self) -> int:
@@ -53,3 +54,5 @@ def _rotated(x: Any, right: int) -> Any:
 
 MXFP4 = Format((mxfp4.ROWS, mxfp4.WORDS), _unpack_mxfp4)
 FP8 = Format((packing.WORDS, packing.WORDS), functools.partial(device_ops.unpack, narrow=False))
+# For rows in FP8 too, which with two tiles are of 128 bytes.
+FP8_NARROW = Format(FP8.tile, functools.partial(device_ops.unpack, narrow=True), most=2)

@@ -2,8 +2,10 @@
 
 As `mosaic_gpu`, but turned round: a warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the
 left operand, and the rows of a block as the right one. So a block may have as few as 8 rows, and nothing of what is
-unpacked goes through shared memory. Each computing warpgroup has columns of its own; they share the rows. Or they have the
-same columns and take turns at the steps along the depth, each with loads of its own, their sums added up at the end.
+unpacked goes through shared memory. Rows in FP8 meet the codes of weights in FP8 themselves.
+
+Each computing warpgroup has columns of its own; they share the rows. Or they have the same columns and take turns at the
+steps along the depth, each with loads of its own, their sums added up at the end.
 """
 
 import dataclasses
@@ -16,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.expert_products.formats import FP8, MXFP4, Format
+from pallas_kernels.expert_products.formats import FP8, FP8_NARROW, MXFP4, Format
 from pallas_kernels.expert_products.mosaic_gpu import finish
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
-from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.left_operand import TILE, store_transposed
 
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
 OVERLAPPED = 64  # rows of a block from which on the tensor cores count, not the memory
 LOADING = 40  # registers of the loading warpgroup, where the others need many
@@ -33,6 +35,7 @@ LOADING = 40  # registers of the loading warpgroup, where the others need many
 class _Config:
     format: Format
     scaled: bool  # each column has a scale
+    narrow: bool  # rows are in FP8 and have one, too
     deep: int  # tiles along the depth
     across: int  # tiles along the columns of one part
     parts: int
@@ -54,6 +57,11 @@ class _Config:
     @property
     def steps(self) -> int:
         return self.deep // self.deep_step
+
+    @property
+    def span(self) -> int:
+        """Tiles along the depth of one left operand."""
+        return self.format.most if self.deep_step % self.format.most == 0 else 1
 
     @property
     def overlapped(self) -> bool:
@@ -78,51 +86,62 @@ class _Tile:
 
 
 def packed_products_mosaic_gpu(
-    x: jax.Array,
+    x: jax.Array | Fp8Tokens,
     weights: jax.Array | Fp8Weights,
     plan: ExpertPlan | DirectPlan,
     *,
     tuning: PackedTuning,
     bias: jax.Array | None = None,
     limit: float | None = None,
+    dtype: Any = jnp.bfloat16,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `pallas_kernels.expert_products.expert_products`."""
+    """See `pallas_kernels.expert_products.expert_products`; of rows in FP8 the result has the `dtype`."""
     if plan.block != tuning.rows:
         raise ValueError(f"a plan for blocks of {plan.block} rows, expected {tuning.rows}")
     codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
-    return _call(x, codes, scales, bias, plan.blocks, limit=limit, tuning=tuning, interpret=interpret)
+    of_rows = None
+    if isinstance(x, Fp8Tokens):
+        # Plain loads, which know no bounds, read whole blocks of them.
+        of_rows = jnp.pad(x.scales, (0, max(0, x.count + tuning.rows - len(x.scales))))
+        x = x.codes[: x.count]
+    else:
+        dtype = x.dtype
+    options = {"dtype": dtype, "limit": limit, "tuning": tuning, "interpret": interpret}
+    return _call(x, codes, scales, bias, of_rows, plan.blocks, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "limit", "tuning", "interpret"))
 def _call(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array | None,
     bias: jax.Array | None,
+    of_rows: jax.Array | None,
     blocks: Any,
+    dtype: Any,
     limit: float | None,
     tuning: PackedTuning,
     interpret: Any,
 ) -> jax.Array:
     num_experts, parts, across, deep, *tile = codes.shape
-    form = MXFP4 if scales is None else FP8
-    wgs, deep_step, stages = tuning.shape(across, deep, parts, form.bytes)
+    form = MXFP4 if scales is None else FP8 if of_rows is None else FP8_NARROW
+    wgs, deep_step, stages = tuning.shape(across, deep, parts, form.bytes, x.dtype.itemsize)
     cfg = _Config(
-        format=form, scaled=scales is not None, of_tokens=blocks.of_tokens(x.shape[0]),
+        format=form, scaled=scales is not None, narrow=of_rows is not None, of_tokens=blocks.of_tokens(x.shape[0]),
         deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
         deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
     )  # fmt: skip
-    of_columns = [a for a in (scales, bias) if a is not None]
+    factors = [a for a in (of_rows, scales, bias) if a is not None]
 
     def expert_products(*refs: Any) -> None:  # the name that profiles show
-        x_ref, codes_ref, *of_columns_refs, out = refs[len(blocks) :]
+        x_ref, codes_ref, *factors_refs, out = refs[len(blocks) :]
         places = type(blocks)(*refs[: len(blocks)])
-        _kernel(cfg, x.dtype, places, x_ref, codes_ref, of_columns_refs, out)
+        _kernel(cfg, x.dtype, places, x_ref, codes_ref, factors_refs, out)
 
     kernel = plgpu.kernel(
         expert_products,
-        out_type=jax.ShapeDtypeStruct((blocks.products(x.shape[0]), across * TILE), x.dtype),
+        out_type=jax.ShapeDtypeStruct((blocks.products(x.shape[0]), across * TILE), dtype),
         grid=(cfg.num_ctas,),
         grid_names=("cta",),
         num_threads=wgs * tuning.split + 1,
@@ -131,12 +150,10 @@ def _call(
         **({} if interpret is None else {"interpret": interpret}),
     )
     x = x[:, None] if cfg.of_tokens else x
-    return kernel(*blocks, x, codes.reshape(num_experts * parts * across, deep, *tile), *of_columns)
+    return kernel(*blocks, x, codes.reshape(num_experts * parts * across, deep, *tile), *factors)
 
 
-def _kernel(
-    cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, of_columns: list[Any], out: Any
-) -> None:
+def _kernel(cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, factors: list[Any], out: Any) -> None:
     wgs, split, deep_step = cfg.warpgroups, cfg.split, cfg.deep_step
     slots, computing = cfg.stages * split, wgs * split
 
@@ -160,7 +177,7 @@ def _kernel(
                 plgpu.set_max_registers(own, action="increase")
             unpacked = spare[0].at[wg] if spare else None
             shared = (x_s, w_s, out_s, unpacked, full, free, meet, sums_s)
-            _compute(cfg, wg, rounds, blocks, of_columns, out, *shared)
+            _compute(cfg, wg, rounds, blocks, factors, out, *shared)
 
         @pl.when(wg == computing)
         def _load_all() -> None:
@@ -168,17 +185,20 @@ def _kernel(
                 plgpu.set_max_registers(LOADING, action="decrease")
             _load(cfg, rounds, blocks, x, codes, x_s, w_s, full, free)
 
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    def tiled(width: int, row: int = 128) -> Any:  # of rows of so many bytes
+        return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(row)  # type: ignore[abstract]
+
+    row = cfg.span * TILE
     pl.run_scoped(
         body,
-        plgpu.SMEM((slots, cfg.rows, deep_step * TILE), dtype, transforms=tiled),
+        plgpu.SMEM((slots, cfg.rows, deep_step * TILE), dtype, transforms=tiled(row, row * dtype.itemsize)),
         plgpu.SMEM((slots, wgs, cfg.parts, deep_step, *cfg.format.tile), jnp.int32),
-        plgpu.SMEM((wgs, cfg.rows, TILE), dtype, transforms=tiled),
+        plgpu.SMEM((wgs, cfg.rows, TILE), out.dtype, transforms=tiled(TILE)),
         plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=slots),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=slots),
         plgpu.Barrier(num_barriers=2) if split > 1 else None,
         plgpu.SMEM((cfg.parts, TILE, cfg.rows), f32) if split > 1 else None,
-        *([plgpu.SMEM((computing, TILE, TILE), dtype)] if cfg.interpreted else []),
+        *([plgpu.SMEM((computing, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
 
@@ -225,7 +245,7 @@ def _compute(
     wg: Any,
     rounds: Any,
     blocks: Any,
-    of_columns: list[Any],  # scales, if there are any, and a bias, if there is one
+    factors: list[Any],  # scales of rows and of columns, if there are any, and a bias, if there is one
     out: Any,
     x_s: Any,
     w_s: Any,
@@ -253,10 +273,10 @@ def _compute(
             def one_step(j: Any, nothing: Any) -> None:
                 slot = slot_of(j)
                 plgpu.barrier_wait(full.at[slot])
-                for i in range(cfg.deep_step):
-                    given = x_s.at[slot, :, pl.ds(i * TILE, TILE)].transpose((1, 0))
+                for i in range(0, cfg.deep_step, cfg.span):
+                    given = x_s.at[slot, :, pl.ds(i * TILE, cfg.span * TILE)].transpose((1, 0))
                     for part, acc in enumerate(accumulators):
-                        packed = w_s.at[slot, own, part, pl.ds(i, 1)]
+                        packed = w_s.at[slot, own, part, pl.ds(i, cfg.span)]
                         plgpu.wgmma(acc, cfg.format.unpack(packed, unpacked), given)
                         plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                         if cfg.overlapped and not i and not part:  # the step before is done only now
@@ -270,7 +290,7 @@ def _compute(
                 return tuple(acc[...] for acc in accumulators)
 
             # An even number of left operands has registers of its own in each round.
-            at_once = 2 if cfg.deep_step * cfg.parts % 2 else 1
+            at_once = 2 if cfg.deep_step // cfg.span * cfg.parts % 2 else 1
 
             def one_round(k: Any, nothing: Any) -> None:
                 for j in range(at_once):
@@ -306,8 +326,12 @@ def _compute(
             end(tile, column, tuple(a + b for a, b in zip(sums, others, strict=True)))
 
     def end(tile: _Tile, column: Any, sums: tuple[Any, ...]) -> None:
-        scales, bias = (of_columns[:1], of_columns[1:]) if cfg.scaled else ([], of_columns)
+        of_rows, of_columns = factors[: cfg.narrow], factors[cfg.narrow :]
+        scales, bias = of_columns[: cfg.scaled], of_columns[cfg.scaled :]
         at = (tile.expert, column, rows)
+        for held in of_rows:
+            own = plgpu.load(held.at[pl.ds(tile.row, rows)], layout=BY_COLUMN, optimized=False)
+            sums = tuple(s * lax.broadcast_in_dim(own, (TILE, rows), (1,)) for s in sums)
         for held in scales:
             sums = tuple(s * _of_columns(held, part, *at) for part, s in enumerate(sums))
         for held in bias:

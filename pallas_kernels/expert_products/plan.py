@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.expert_products.tuning import ALIGN
+from pallas_kernels.fp8_products import Fp8Tokens
 
 COMPARED = 256  # rows whose experts are compared pair by pair; a sort would be dozens of kernels on a GPU
 i32 = jnp.int32
@@ -97,8 +98,10 @@ class ExpertPlan(NamedTuple):
     blocks: SortedBlocks
     block: int  # rows of a block
 
-    def given(self, x: jax.Array, gather: Gather | None = None) -> jax.Array:
+    def given(self, x: jax.Array | Fp8Tokens, gather: Gather | None = None) -> Any:
         """Of tokens [T, E] what is multiplied: their rows [M, E], which `gather` takes if not XLA."""
+        if isinstance(x, Fp8Tokens):
+            return Fp8Tokens(self.given(x.codes, gather), x.scales[self.token], len(self.token))
         return x[self.token] if gather is None else gather(x, self.token)
 
     def chosen(self, h: jax.Array, j: int) -> jax.Array:
@@ -112,7 +115,7 @@ class DirectPlan(NamedTuple):
     blocks: DirectBlocks
     block: int = ALIGN
 
-    def given(self, x: jax.Array, gather: Gather | None = None) -> jax.Array:
+    def given(self, x: jax.Array | Fp8Tokens, gather: Gather | None = None) -> Any:
         """What is multiplied: the tokens themselves."""
         return x
 
@@ -147,10 +150,12 @@ def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan
     first = jnp.sum(jnp.where(number < number[:, None], _up(counts, ALIGN), 0), axis=1, dtype=i32)
     ends = jnp.sum(jnp.where(number <= number[:, None], _up(counts, block) // block, 0), axis=1, dtype=i32)
     there = flat < num_experts
-    position = first[jnp.minimum(flat, num_experts - 1)] + ranks
+    position = jnp.where(there, first[jnp.minimum(flat, num_experts - 1)] + ranks, size)
+    if rows > COMPARED:  # held, or XLA would add them up anew for every element that is read there
+        position = lax.optimization_barrier(position)
     number_of_token = np.repeat(np.arange(tokens, dtype=np.int32), per_token)
-    token = jnp.zeros(size, i32).at[jnp.where(there, position, size)].set(number_of_token, mode="drop")
-    position = jnp.where(there, position, 0)
+    token = jnp.zeros(size, i32).at[position].set(number_of_token, mode="drop")
+    position = jnp.where(position < size, position, 0)
     expert = jnp.sum(ends <= lax.iota(i32, most)[:, None], axis=1, dtype=i32)
     blocks = SortedBlocks(expert, first, counts, ends)
     return ExpertPlan(position.reshape(tokens, per_token), token, blocks, block)

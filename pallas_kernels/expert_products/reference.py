@@ -7,7 +7,7 @@ from jax import lax
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
-from pallas_kernels.fp8_products import Fp8Weights
+from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 
 GATE_SLOPE = 1.702  # of the sigmoid in GPT-OSS's gate
 f32 = jnp.float32
@@ -22,14 +22,16 @@ def activation(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array
 
 
 def expert_products_reference(
-    x: jax.Array,
+    x: jax.Array | Fp8Tokens,
     weights: jax.Array | Fp8Weights,
     plan: ExpertPlan | DirectPlan,
     *,
     bias: jax.Array | None = None,
     limit: float | None = None,
 ) -> jax.Array:
-    """See `pallas_kernels.expert_products.expert_products`; for blocks of any size."""
+    """See `pallas_kernels.expert_products.expert_products`; for blocks of any size. Of rows in FP8 the result is float32."""
+    if isinstance(x, Fp8Tokens):
+        x = x.values()
     rows, depth = x.shape
     codes, scales = weights if isinstance(weights, Fp8Weights) else (weights, None)
     packed = codes.ndim == 6

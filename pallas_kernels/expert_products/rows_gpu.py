@@ -16,15 +16,15 @@ from pallas_kernels import row_loads as ops
 
 WARPS = 4  # of a CTA, a row each
 LANES = 32
-VECTOR = 8  # elements of a lane: 16 bytes
+BYTES = 16  # of a lane at once
 
 
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
 def gather_rows_mosaic_gpu(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.Array:
     """See `expert_products.gather_rows`."""
-    size, (count,) = x.shape[1], rows.shape
-    if size % VECTOR:
-        raise NotImplementedError(f"rows of {size} elements: the kernel takes multiples of {VECTOR}")
+    (count,), size, vector = rows.shape, x.shape[1], BYTES // x.dtype.itemsize
+    if size % vector:
+        raise NotImplementedError(f"rows of {size} elements: the kernel takes multiples of {vector}")
 
     def expert_rows(x: Any, rows: Any, out: Any) -> None:  # the name that profiles show
         first = lax.axis_index("cta") * WARPS
@@ -50,14 +50,16 @@ def gather_rows_mosaic_gpu(x: jax.Array, rows: jax.Array, *, interpret: Any = No
 
 def _copy(x: Any, rows: Any, out: Any, first: Any) -> None:
     count, size = out.shape
-    runs = size // VECTOR
+    out_dtype = jnp.dtype(out.dtype)
+    vector = BYTES // out_dtype.itemsize
+    runs = size // vector
     refs = [x, rows, out]
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), ops.SCALAR))
     def run(_: Any, *arguments: Any) -> None:
         x, rows, out, first = (ops.as_operand(argument) for argument in arguments)
-        element = mgpu_utils.dtype_to_ir_type(refs[0].dtype)
-        held = ir.VectorType.get((VECTOR,), element)
+        element = ir.IntegerType.get_signless(8 * out_dtype.itemsize)
+        held = ir.VectorType.get((vector,), element)
 
         i64 = ir.IntegerType.get_signless(64)
         thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
@@ -70,10 +72,8 @@ def _copy(x: Any, rows: Any, out: Any, first: Any) -> None:
         )
         for start in range(0, runs, LANES):
             own = arith.minui(arith.addi(lane, ops.constant(start)), ops.constant(runs - 1))
-            offset = ops.muladd((own, VECTOR))
-            values = llvm.load(
-                held, mgpu_utils.getelementptr(source, [offset], element), alignment=2 * VECTOR
-            )
-            llvm.store(values, mgpu_utils.getelementptr(target, [offset], element), alignment=2 * VECTOR)
+            offset = ops.muladd((own, vector))
+            values = llvm.load(held, mgpu_utils.getelementptr(source, [offset], element), alignment=BYTES)
+            llvm.store(values, mgpu_utils.getelementptr(target, [offset], element), alignment=BYTES)
 
     run(*refs, first)

@@ -76,15 +76,17 @@ class PackedTuning:
     deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
     num_ctas: int | None = None
 
-    def shape(self, across: int, deep: int, parts: int, tile_bytes: int) -> tuple[int, int, int]:
-        """For weights of so many tiles, of so many bytes each.
+    def shape(
+        self, across: int, deep: int, parts: int, tile_bytes: int, size: int = 2
+    ) -> tuple[int, int, int]:
+        """For weights of so many tiles, of so many bytes each, and rows of numbers of so many bytes.
 
         (Warpgroups of a CTA with columns of their own, tiles along the depth of a step, steps under way of each warpgroup
         that shares the depth.)
         """
         wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
         step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
-        bytes_of_step = step * (wgs * parts * tile_bytes + self.rows * mxfp4.TILE * 2)
+        bytes_of_step = step * (wgs * parts * tile_bytes + self.rows * mxfp4.TILE * size)
         stages = SHARED // self.ctas_per_sm(wgs) // bytes_of_step // self.split
         return wgs, step, max(2, min(stages, -(-deep // step // self.split) + 1))
 
@@ -112,11 +114,24 @@ FP8_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2
 FP8_TUNING = {
     "9.0": (FP8_ONE, FP8_FEW, FP8_SOME, FP8_MANY),
 }
+LEAST_NARROW = 48  # rows of an expert on average that are worth being made FP8 too
+NARROW_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2)
+NARROW_TUNING = {
+    "9.0": (NARROW_MANY,),
+}
 
 
 def packed_tuning_for(
-    rows: int, num_experts: int, *, fp8: bool = False, device: jax.Device | None = None
+    rows: int,
+    num_experts: int,
+    *,
+    fp8: bool = False,
+    narrow: bool = False,
+    device: jax.Device | None = None,
 ) -> PackedTuning:
-    """For `rows` rows dealt to `num_experts` experts in FP8, or in MXFP4, on the device, by default the first."""
-    records = record_for(FP8_TUNING if fp8 else PACKED_TUNING, device)
+    """For `rows` rows dealt to `num_experts` experts in FP8, or in MXFP4, on the device, by default the first.
+
+    `narrow`: the rows are in FP8 too.
+    """
+    records = record_for(NARROW_TUNING if narrow else FP8_TUNING if fp8 else PACKED_TUNING, device)
     return next(tuning for tuning in records if rows <= tuning.up_to * num_experts)

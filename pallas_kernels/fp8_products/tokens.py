@@ -31,6 +31,11 @@ class Fp8Tokens:
         """Without rows of no token."""
         return Fp8Tokens(self.codes[: self.count], self.scales[: self.count], self.count)
 
+    def values(self) -> jax.Array:
+        """f32[T, depth]: what the codes stand for."""
+        held = self.cut()
+        return in_depth(held.codes).astype(jnp.float32) * held.scales[:, None]
+
 
 def quantise_tokens_reference(x: jax.Array) -> Fp8Tokens:
     """See `fp8_products.quantise_tokens`; x may have any float dtype."""

@@ -56,6 +56,24 @@ class Case:
             plan.given(self.x), self.gate_up, plan, bias=self.gate_up_bias, limit=self.limit, **options
         )
         h = products(h, self.down, plan, bias=self.down_bias, **options)
+        return self._chosen(h, plan)
+
+    def errors_in_fp8(
+        self, products: Callable[..., jax.Array], plan: ep.ExpertPlan, **options: Any
+    ) -> list[float]:
+        """Of both products of rows in FP8, relative to the reference's of the same codes."""
+        h, errors = plan.given(fp8.quantise_tokens_reference(self.x)), []
+        of_each = (self.gate_up, self.gate_up_bias, self.limit), (self.down, self.down_bias, None)
+        for weights, bias, limit in of_each:
+            with jax.default_matmul_precision("float32"):
+                want = ep.expert_products_reference(h, weights, plan, bias=bias, limit=limit)
+            found = products(h, weights, plan, bias=bias, limit=limit, **options)
+            assert found.dtype.itemsize == 2
+            errors.append(relative_error(*(self._chosen(a, plan) for a in (found, want))))
+            h = fp8.quantise_tokens_reference(want)
+        return errors
+
+    def _chosen(self, h: jax.Array, plan: ep.ExpertPlan | ep.DirectPlan) -> jax.Array:
         return jnp.stack([plan.chosen(h, j) for j in range(self.experts.shape[1])], axis=1)
 
 
@@ -119,5 +137,5 @@ def random_rows(count: int, size: int, dtype: jax.typing.DTypeLike) -> tuple[jax
     return x, jnp.asarray(rng.integers(0, len(x), count).astype(np.int32))
 
 
-def relative_error(got: jax.Array, want: np.ndarray) -> float:
+def relative_error(got: jax.Array, want: np.ndarray | jax.Array) -> float:
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())

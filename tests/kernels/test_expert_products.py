@@ -20,6 +20,7 @@ from pallas_kernels.expert_products.tuning import (
     FP8_MANY,
     FP8_ONE,
     MANY,
+    NARROW_MANY,
     PACKED_FEW,
     PACKED_ONE,
     PACKED_SOME,
@@ -145,6 +146,29 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
 
 
 @pytest.mark.parametrize(
+    ("changes", "sizes", "options"),
+    [
+        ({}, (150, 2, 3, 256, 128), {}),
+        ({"rows": 64}, (70, 2, 3, 384, 128), {"like_gpt_oss": True}),
+        ({"rows": 64, "warpgroups": 1, "deep": 4}, (40, 2, 3, 192, 256), {"busy": 2}),
+        ({"rows": 16, "split": 2, "warpgroups": 1}, (20, 2, 3, 320, 128), {}),
+    ],
+    ids=["many rows", "biases and a limit", "odd depth", "depth shared"],
+)
+def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
+    tuning = dataclasses.replace(NARROW_MANY, num_ctas=2, **changes)
+    case = make_case(*sizes, packed="fp8", **options)
+    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    how = {
+        "tuning": tuning,
+        "dtype": jnp.float16,
+        "interpret": plgpu.InterpretGPUParams(detect_races=True),
+    }
+    assert max(case.errors_in_fp8(packed_products_mosaic_gpu, plan, **how)) < 1e-3
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize(
     "options",
     [{}, PACKED | {"busy": 3}, {"packed": "fp8", "busy": 3}],
     ids=["bfloat16", "packed, shared experts", "FP8"],
@@ -174,9 +198,11 @@ def test_where_a_direct_plan_is_worth_it():
     assert not ep.goes_directly(8, 8, 128) and not ep.goes_directly(4, 4, 32)
 
 
-@pytest.mark.parametrize(("count", "size"), [(6, 384), (9, 264), (3, 8)])
-def test_rows_in_the_interpreter(count, size):
-    x, rows = random_rows(count, size, jnp.float16)
+@pytest.mark.parametrize(
+    ("count", "size", "dtype"), [(6, 384, "float16"), (9, 264, "float16"), (3, 16, "float8_e4m3fn")]
+)
+def test_rows_in_the_interpreter(count, size, dtype):
+    x, rows = random_rows(count, size, dtype)
     found = ep.gather_rows(x, rows, interpret=plgpu.InterpretGPUParams(detect_races=True))
     np.testing.assert_array_equal(found, x[rows])
     assert not gpu_callbacks.get_races().races_found

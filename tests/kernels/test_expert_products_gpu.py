@@ -10,7 +10,15 @@ import pytest
 from models.experts import expert_mlp
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
-from pallas_kernels.expert_products.tuning import FEW, FP8_ONE, FP8_TUNING, MANY, PACKED_ONE, PACKED_TUNING
+from pallas_kernels.expert_products.tuning import (
+    FEW,
+    FP8_ONE,
+    FP8_TUNING,
+    MANY,
+    NARROW_MANY,
+    PACKED_ONE,
+    PACKED_TUNING,
+)
 from pallas_kernels.support import record_for
 from tests.kernels.expert_cases import make_case, random_rows, relative_error
 
@@ -59,6 +67,24 @@ def test_products_of_packed_weights(packed, number, sizes, options):
 
 
 @pytest.mark.parametrize(
+    ("changes", "sizes", "options"),
+    [
+        ({}, (700, 4, 16, 512, 256), {}),
+        ({}, (900, 4, 12, 192, 320), {"like_gpt_oss": True}),
+        ({"rows": 64, "warpgroups": 3}, (700, 4, 16, 256, 384), {}),
+        ({"rows": 64, "per_sm": 3, "warpgroups": 1, "deep": 4}, (500, 2, 60, 512, 128), {"busy": 2}),
+        ({"rows": 96}, (600, 4, 12, 128, 64), {"busy": 5}),
+    ],
+    ids=str,
+)
+def test_products_of_rows_in_fp8(changes, sizes, options):
+    tuning = dataclasses.replace(NARROW_MANY, **changes)
+    case = make_case(*sizes, dtype=jnp.bfloat16, packed="fp8", **options)
+    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    assert max(case.errors_in_fp8(ep.expert_products, plan, tuning=tuning)) < 8e-3
+
+
+@pytest.mark.parametrize(
     "options",
     [{}, {"like_gpt_oss": True}, {"packed": "mxfp4", "like_gpt_oss": True}, {"packed": "fp8"}],
     ids=str,
@@ -76,8 +102,8 @@ def test_products_of_a_direct_plan(sizes, there, options):
     assert relative_error(out[there], case.expected()[there]) < 1.5e-2
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("count", "size"), [(8000, 2048), (333, 2880), (7, 8), (130, 4104)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("count", "size"), [(8000, 2048), (333, 2880), (7, 16), (130, 4112)])
 def test_rows(count, size, dtype):
     x, rows = random_rows(count, size, dtype)
     assert (ep.gather_rows(x, rows) == x[rows]).all()

@@ -10,9 +10,11 @@ import pytest
 
 from models.config import UnsupportedModelError, config_from_huggingface
 from models.experts import COMPARED, expert_mlp, expert_weights, likeliest, router_logits
+from models.fp8_weights import in_fp8
 from models.params import init_params, num_parameters
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
+from pallas_kernels.expert_products import LEAST_NARROW
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -58,6 +60,21 @@ def test_mlp_is_the_weighted_sum_of_the_chosen(tokens):
             gate, up = row @ gate_up[expert, :, 0], row @ gate_up[expert, :, 1]
             want[t] += weight * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_many_tokens_go_to_experts_in_fp8():
+    """Those of which experts get enough, and nothing but rounding changes."""
+    config = tiny_config(num_layers=1, num_experts=4, experts_per_token=2, expert_size=64)
+    params, config = in_fp8(init_params(config, jax.random.key(1)), config)
+    layer, dynamic = params["layers"][0], config.replace(activations_fp8=True)
+    x = np.random.default_rng(2).standard_normal((2 * LEAST_NARROW, 64)).astype(np.float32)
+    there = np.arange(len(x)) % 7 != 3
+    want = mlp(layer, x, config, there)
+    got = mlp(layer, x, dynamic, there)
+    np.testing.assert_array_equal(got[~there], 0)
+    assert 0.002 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.06
+    few = x[:-8]
+    np.testing.assert_array_equal(mlp(layer, few, dynamic), mlp(layer, few, config))
 
 
 def test_padding_goes_through_no_expert():
