@@ -265,6 +265,8 @@ def _compute(
         tile = _Tile(cfg, blocks, n)
         column = tile.column + own
         done = n * cfg.steps_of(turn)
+        # Loaded before the products, for which they are not waited.
+        loaded = _load_factors(cfg, factors, tile, column)
 
         def products(*accumulators: Any) -> tuple[Any, ...]:
             def slot_of(j: Any) -> Any:
@@ -305,7 +307,7 @@ def _compute(
 
         sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)
         if cfg.split == 1:
-            end(tile, column, sums)
+            end(tile, column, loaded, sums)
             return
 
         @pl.when(turn > 0)
@@ -323,19 +325,14 @@ def _compute(
                 for part in range(cfg.parts)
             ]
             plgpu.barrier_arrive(meet.at[1])
-            end(tile, column, tuple(a + b for a, b in zip(sums, others, strict=True)))
+            end(tile, column, loaded, tuple(a + b for a, b in zip(sums, others, strict=True)))
 
-    def end(tile: _Tile, column: Any, sums: tuple[Any, ...]) -> None:
-        of_rows, of_columns = factors[: cfg.narrow], factors[cfg.narrow :]
-        scales, bias = of_columns[: cfg.scaled], of_columns[cfg.scaled :]
-        at = (tile.expert, column, rows)
-        for held in of_rows:
-            own = plgpu.load(held.at[pl.ds(tile.row, rows)], layout=BY_COLUMN, optimized=False)
-            sums = tuple(s * lax.broadcast_in_dim(own, (TILE, rows), (1,)) for s in sums)
-        for held in scales:
-            sums = tuple(s * _of_columns(held, part, *at) for part, s in enumerate(sums))
-        for held in bias:
-            sums = tuple(s + _of_columns(held, part, *at) for part, s in enumerate(sums))
+    def end(tile: _Tile, column: Any, loaded: list[list[Any]], sums: tuple[Any, ...]) -> None:
+        for number, held in enumerate(loaded):
+            axis = 1 if number < cfg.narrow else 0
+            spread = (lax.broadcast_in_dim(x, (TILE, rows), (axis,)) for x in held)
+            combine = jnp.multiply if number < cfg.narrow + cfg.scaled else jnp.add
+            sums = tuple(map(combine, sums, spread))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store_transposed(finish(sums, cfg.limit).astype(out.dtype), staged, interpreted=cfg.interpreted)
         plgpu.commit_smem()
@@ -353,8 +350,13 @@ def _compute(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _of_columns(of_all: Any, part: int, expert: Any, column: Any, rows: int) -> Any:
-    """A tile's of [X, parts, columns], for all rows."""
-    held = of_all.at[expert, part, pl.ds(pl.multiple_of(column * TILE, TILE), TILE)]
-    values = plgpu.load(held, layout=BY_ROW, optimized=False).astype(f32)
-    return lax.broadcast_in_dim(values, (TILE, rows), (0,))
+def _load_factors(cfg: _Config, factors: list[Any], tile: _Tile, column: Any) -> list[list[Any]]:
+    """What the sums of each part are multiplied with, or for a bias added to: of rows f32[rows], of columns f32[TILE]."""
+    of_rows, of_columns = factors[: cfg.narrow], factors[cfg.narrow :]
+    columns = pl.ds(pl.multiple_of(column * TILE, TILE), TILE)
+    at = pl.ds(tile.row, cfg.rows)
+    found = [[plgpu.load(held.at[at], layout=BY_COLUMN, optimized=False)] * cfg.parts for held in of_rows]
+    for held in of_columns:
+        parts = [held.at[tile.expert, part, columns] for part in range(cfg.parts)]
+        found.append([plgpu.load(part, layout=BY_ROW, optimized=False).astype(f32) for part in parts])
+    return found
