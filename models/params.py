@@ -53,10 +53,25 @@ class ParamSpec:
     @property
     def of_columns(self) -> tuple[int, ...]:
         """The shape with the axes that are summed over of one element each."""
-        experts = self.shape[:1] if self.matrices else ()
-        own = self.shape[len(experts) :]
-        axes = next(n for n in range(len(own) + 1) if math.prod(own[:n]) == self.fan_in)
-        return (*experts, *[1] * axes, *own[axes:])
+        begin, end = self._depth
+        return (*self.shape[:begin], *[1] * (end - begin), *self.shape[end:])
+
+    @property
+    def fp8_axes(self) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+        """Logical axes of codes and scales: of what lies in one dimension together that of the first axis with a name."""
+        begin, end = self._depth
+        depth, columns = (
+            next((axis for axis in axes if axis), None) for axes in (self.axes[begin:end], self.axes[end:])
+        )
+        matrices = (None,) * len(self.matrices)
+        return (*matrices, columns, depth, None, None), (*matrices, columns)
+
+    @property
+    def _depth(self) -> tuple[int, int]:
+        """Where the axes that are summed over begin and end."""
+        begin = 1 if self.matrices else 0
+        own = self.shape[begin:]
+        return begin, begin + next(n for n in range(len(own) + 1) if math.prod(own[:n]) == self.fan_in)
 
 
 def _is_spec(x: Any) -> bool:

@@ -111,7 +111,7 @@ def load_model(
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
       UnsupportedModelError: another architecture, or a feature that this package lacks.
-      ValueError: another dtype or quantization than there is, or one on a mesh.
+      ValueError: another dtype or quantization than there is.
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
     dtype, keep_mxfp4 = jnp.dtype(dtype), keep_mxfp4 and mesh is None
@@ -121,8 +121,6 @@ def load_model(
         raise ValueError(
             f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None, got {quantization!r}"
         )
-    if quantization and mesh is not None:
-        raise ValueError(f"quantization {quantization} is for one device: leave it or the mesh out")
     model = _load(name_or_path, overrides, _How(dtype, progress, keep_mxfp4, quantization is not None, mesh))
     if quantization == "fp8-dynamic":
         model = dataclasses.replace(model, config=model.config.replace(activations_fp8=True))

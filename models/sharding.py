@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from models.config import ModelConfig
-from models.params import Params, ParamSpec, map_specs, param_specs
+from models.params import Params, ParamSpec, abstract_params, map_specs, param_specs
+from pallas_kernels.fp8_products import TILE, Fp8Weights
 
 LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
 
@@ -76,23 +78,38 @@ def param_shardings(
 ) -> Params:
     """The tree of NamedSharding for a model's parameters.
 
-    Raises ShardingError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing; and
-    for weights in FP8.
+    Weights in FP8 have it of codes and scales, tile by tile in the order in which they lie (see
+    `tangram_jax.TensorParallel.place`).
+
+    Raises ShardingError listing every logical axis whose size the mesh does not divide, or whose mesh axis is missing.
     """
     specs = param_specs(config)
-    _check_floats(config)
     problems: dict[str, None] = {}  # ordered set: layers repeat
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         problems["the mesh has axes of type Explicit or Manual, expected Auto (see `tensor_mesh`)"] = None
     missing = {axis for _, axis in rules.rules} - set(mesh.axis_names)
     problems |= {f"mesh axis {axis!r} not in mesh {mesh.axis_names}": None for axis in sorted(missing)}
 
-    def shard(spec: ParamSpec) -> NamedSharding | None:
+    def check(what: str, size: int, axis: str | None, of: int = 1) -> None:
+        mesh_axis = rules.mesh_axis(axis)
+        if mesh_axis is not None and mesh_axis not in missing and size % (of * mesh.shape[mesh_axis]):
+            times = f"{of} x " if of > 1 else ""
+            problems[f"{what} = {size} is not a multiple of {times}{mesh.shape[mesh_axis]} ({mesh_axis})"] = (
+                None
+            )
+
+    def shard(spec: ParamSpec) -> Any:
         for size, axis in zip(spec.shape, spec.axes, strict=True):
-            mesh_axis = rules.mesh_axis(axis)
-            if mesh_axis is not None and mesh_axis not in missing and size % mesh.shape[mesh_axis]:
-                problems[f"{axis} = {size} is not a multiple of {mesh.shape[mesh_axis]} ({mesh_axis})"] = None
-        return None if missing else rules.sharding(mesh, spec.axes)
+            check(str(axis), size, axis)
+        if missing:
+            return None
+        if spec.fp8:
+            codes, scales = spec.fp8_axes
+            for size, axis in zip(spec.matrix[::-1], codes[-4:], strict=False):
+                check(f"{axis} of FP8 weights", size, axis, TILE)
+            places: Any = (rules.sharding(mesh, codes), rules.sharding(mesh, scales))
+            return Fp8Weights(*places)
+        return rules.sharding(mesh, spec.axes)
 
     shardings = map_specs(shard, specs)
     if problems:
@@ -101,13 +118,6 @@ def param_shardings(
             "leave an axis out of the rules to replicate it"
         )
     return shardings
-
-
-def _check_floats(config: ModelConfig) -> None:
-    if config.weights_fp8:
-        raise ShardingError(
-            f"{config.name} has FP8 weights, which are for one device: load it without quantization"
-        )
 
 
 def rules_for(config: ModelConfig, size: int) -> AxisRules:
@@ -156,7 +166,10 @@ def pad_heads(
     Returns:
       (the padded parameters, their configuration)
     """
-    _check_floats(config)
+    if config.weights_fp8:
+        raise ShardingError(
+            f"{config.name} has FP8 weights, whose heads cannot be padded: load it without them"
+        )
     padded = config.replace(num_heads=num_heads, num_kv_heads=num_kv_heads)  # checks N' % K'
     K, G, D, E = config.num_kv_heads, config.group_size, config.head_dim, config.hidden_size
     more_heads, more_queries = num_kv_heads - K, padded.group_size - G
@@ -188,11 +201,13 @@ def pad_heads(
     return {**params, "layers": tuple(pad_layer(layer) for layer in params["layers"])}, padded
 
 
-def bytes_per_device(config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules, itemsize: int) -> int:
+def bytes_per_device(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules, dtype: DTypeLike
+) -> int:
     """Bytes of parameters on each device of the mesh."""
-    sizes = map_specs(
-        lambda spec, sharding: math.prod(sharding.shard_shape(spec.shape)) * (4 if spec.packed else itemsize),
-        param_specs(config),
+    sizes = jax.tree.map(
+        lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+        abstract_params(config, dtype),
         param_shardings(config, mesh, rules),
     )
     return sum(jax.tree.leaves(sizes))

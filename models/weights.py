@@ -258,13 +258,13 @@ def assemble_params(
             held = [_in_mxfp4(*map(source.read, piece.names)) for piece in found]
             flat[leaf_name, layer] = pack_leaf(held, spec.shape)
             continue
+        place = places and (places if layer is None else places["layers"][layer])[leaf_name]
         if spec.fp8:
-            flat[leaf_name, layer] = _in_fp8(source, found, spec)
+            flat[leaf_name, layer] = jax.device_put(_in_fp8(source, found, spec), place)
             continue
         leaf = np.empty(spec.shape, dtype)
         for piece in found:
             piece.place(leaf, *map(source.read, piece.names))
-        place = places and (places if layer is None else places["layers"][layer])[leaf_name]
         flat[leaf_name, layer] = jax.device_put(leaf, place)
     layers = tuple({key: flat[key, i] for key in layer} for i, layer in enumerate(specs["layers"]))
     top = {key: flat[key, None] for key in specs if key != "layers"}

@@ -10,10 +10,10 @@ attention and MLPs give is added up over the devices, twice a layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.params import Params
 from models.sharding import AxisRules, param_shardings, rules_for, share, tensor_mesh
+from pallas_kernels.fp8_products import TILE, Fp8Weights
 from tangram_jax.cache import POOL_AXES, Cache, init_cache
 from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
@@ -57,6 +58,12 @@ class TensorParallel:
         mesh = tensor_mesh(devices) if mesh is None else mesh
         rules = rules_for(config, devices)
         param_shardings(config, mesh, rules)  # checks
+        of_head = config.group_size * config.head_dim, (config.group_size + 2) * config.head_dim
+        if config.weights_fp8 and any(size % TILE for size in of_head):
+            raise ValueError(
+                f"KV heads of {of_head[0]} and {of_head[1]} columns in FP8 cannot be put in order: expected multiples of "
+                f"{TILE}, so load {config.name} without quantization"
+            )
         return cls(
             config=config,
             plan=plan,
@@ -76,15 +83,18 @@ class TensorParallel:
         return NamedSharding(self.mesh, EVERYWHERE)
 
     def place(self, params: Params) -> Params:
-        """The parameters on the mesh, heads in the order of the pages' columns. Those on the mesh already are used up."""
+        """The parameters on the mesh, heads in the order of the pages' columns. Those on the mesh already are used up.
+
+        Of a dense MLP in FP8 each device gets its gates, then the columns that they gate.
+        """
         placed = jax.device_put(params, param_shardings(self.config, self.mesh, self.rules))
-        order = head_order(self.plan, self.size)
         layers = list(placed["layers"])
-        first = layers[self.config.full_layers[0]]
-        shardings = {name: first[name].sharding for name in _HEAD_AXIS if name in first}
-        reorder = jax.jit(_reorder, out_shardings=shardings, donate_argnums=0)
-        for heads, layer in zip(order, self.config.full_layers, strict=True):
-            layers[layer] = layers[layer] | reorder({name: layers[layer][name] for name in shardings}, heads)
+        parts = np.arange(2 * self.size).reshape(2, -1).T.ravel()
+        for layer, params_of_layer in enumerate(layers):
+            if isinstance(params_of_layer.get("gate_up"), Fp8Weights):
+                layers[layer] = _in_order(params_of_layer, {"gate_up": _Axes(codes=0, scales=0)}, parts)
+        for heads, layer in zip(head_order(self.plan, self.size), self.config.full_layers, strict=True):
+            layers[layer] = _in_order(layers[layer], _BY_HEADS, heads)
         return placed | {"layers": tuple(layers)}
 
     def init_cache(self, **sizes: Any) -> Cache:
@@ -127,18 +137,54 @@ class TensorParallel:
         return dataclasses.replace(specs, pool=self.rules.spec(POOL_AXES))
 
 
-# Which axis of a layer's parameters goes by KV heads.
-_HEAD_AXIS: Mapping[str, int] = {"qkv": 1, "qkv_bias": 0, "sinks": 0, "attn_out": 0}
+class _Axes(NamedTuple):
+    """The axis of a parameter that is put in order, or if it is in FP8 those of its codes and scales; None: all stay."""
+
+    floats: int | None = None
+    codes: int | None = None
+    scales: int | None = None
 
 
-def _reorder(layer: dict[str, jax.Array], heads: jax.Array) -> dict[str, jax.Array]:
-    """A layer's parameters with their KV heads in the order `heads` i32[K]."""
-    out = {}
-    for name, x in layer.items():
-        # The output projection goes by query heads, those of one KV head side by side.
-        by_head = x.reshape(len(heads), -1, *x.shape[1:]) if name == "attn_out" else x
-        out[name] = by_head.take(heads, axis=_HEAD_AXIS[name]).reshape(x.shape)
-    return out
+# By KV heads: what belongs to one of them lies side by side, also the query heads of the output projection.
+_BY_HEADS: Mapping[str, _Axes] = {
+    "qkv": _Axes(1, codes=0, scales=0),
+    "qkv_bias": _Axes(0),
+    "sinks": _Axes(0),
+    "attn_out": _Axes(0, codes=1),
+}
+
+
+def _in_order(layer: Params, axes: Mapping[str, _Axes], order: np.ndarray) -> Params:
+    """A layer with those parameters' axes, cut in as many pieces as `order` i[n] has, in that order. Uses them up."""
+    given = {name: layer[name] for name in axes if name in layer}
+    shardings = jax.tree.leaves(jax.tree.map(lambda x: x.sharding, given))
+    return layer | _reorder(tuple(axes.items()), tuple(shardings))(given, order)
+
+
+@cache  # compiled once for all layers
+def _reorder(
+    axes: tuple[tuple[str, _Axes], ...], shardings: tuple[NamedSharding, ...]
+) -> Callable[..., Params]:
+    def take(x: jax.Array, order: jax.Array, axis: int | None) -> jax.Array:
+        if axis is None:
+            return x
+        pieces = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+        return pieces.take(order, axis=axis).reshape(x.shape)
+
+    def reorder(given: Params, order: jax.Array) -> Params:
+        out: Params = {}
+        for name, of in axes:
+            if name not in given:
+                continue
+            x = given[name]
+            if isinstance(x, Fp8Weights):
+                out[name] = Fp8Weights(take(x.codes, order, of.codes), take(x.scales, order, of.scales))
+            else:
+                out[name] = take(x, order, of.floats)
+        leaves = map(jax.lax.with_sharding_constraint, jax.tree.leaves(out), shardings)
+        return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+    return jax.jit(reorder, donate_argnums=0)
 
 
 def head_order(plan: CachePlan, devices: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.config import ModelConfig
+from models.fp8_weights import in_fp8, with_fp8_weights
 from models.params import abstract_params
 from models.sharding import pad_heads
 from models.testing import random_params, tiny_config, tiny_gpt_oss_config
@@ -89,6 +90,19 @@ def check_gpt_oss() -> None:
     np.testing.assert_allclose(got, want, atol=0.1)
 
 
+def check_fp8() -> None:
+    """Weights in FP8: a dense layer with a window, which has heads in their order, one without, and experts."""
+    config = tiny_config(
+        num_layers=3, head_dim=32, intermediate_size=256, sliding_layers=(0,), sliding_window=24,
+        num_experts=3, experts_per_token=2, expert_size=128, dense_layers=(0, 1),
+    )  # fmt: skip
+    plan = ragged_plan(config, 4)
+    assert (head_order(plan, 2) != np.arange(4)).any()
+    params, config = in_fp8(random_params(config, 0), config)
+    want = run(params, config, plan)
+    np.testing.assert_allclose(run(params, config, plan, 2), want, atol=1e-4)
+
+
 def check_the_pool_stays() -> None:
     """A step takes a cache's memory over on every device, and needs little beside it."""
     config = tiny_config(num_layers=1)
@@ -118,7 +132,7 @@ def check_padded_real_weights() -> None:
         np.testing.assert_allclose(run(params, config, plan, devices), want, atol=1e-3)
 
 
-@pytest.mark.parametrize("function", ["check_ragged", "check_gpt_oss", "check_the_pool_stays"])
+@pytest.mark.parametrize("function", ["check_ragged", "check_gpt_oss", "check_fp8", "check_the_pool_stays"])
 def test_on_simulated_devices(function):
     on_simulated_devices(__file__, function)
 
@@ -173,6 +187,12 @@ def test_each_device_runs_the_kernels(caplog):
 
 
 def test_what_cannot_be_dealt():
+    config = with_fp8_weights(tiny_config(num_layers=2, head_dim=16))
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 4)
+    with pytest.raises(
+        ValueError, match=r"KV heads of 32 and 64 columns in FP8 cannot be put in order: .* 64"
+    ):
+        TensorParallel.of(config, plan, 2, mesh=abstract_mesh(2))
     config = tiny_config(num_layers=2)
     profile = tj.BudgetProfile.uniform(2, 4, 0.5)
     for heads_per_page, cluster, message in (

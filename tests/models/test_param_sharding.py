@@ -67,9 +67,9 @@ def test_one_error_for_all_axes_that_do_not_divide():
 def test_bytes_per_device():
     config = tiny_config()
     whole = 4 * num_parameters(config)
-    assert bytes_per_device(config, abstract_mesh(4, "tensor"), REPLICATED, 4) == whole
+    assert bytes_per_device(config, abstract_mesh(4, "tensor"), REPLICATED, np.float32) == whole
     norms = (2 * config.num_layers + 1) * config.hidden_size * 4
-    split = bytes_per_device(config, abstract_mesh(4, "tensor"), TENSOR_PARALLEL, 4)
+    split = bytes_per_device(config, abstract_mesh(4, "tensor"), TENSOR_PARALLEL, np.float32)
     assert split == (whole - norms) // 4 + norms
 
 

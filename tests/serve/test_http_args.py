@@ -88,8 +88,8 @@ def test_api_key_from_the_environment(monkeypatch):
             "--quantization is 'int4': write fp8 or fp8-dynamic, or leave it out: how a checkpoint is quantised",
         ),
         (
-            "-q fp8 -tp 2",
-            "--quantization works on one device, not with --tensor-parallel-size: leave one out",
+            "--drift-interval 60 -tp 2",
+            "--drift-interval works on one device, not with --tensor-parallel-size: leave one out",
         ),
         ("--dtype int8", "write one of auto, float32, bfloat16, float16"),
         (
