@@ -4,6 +4,7 @@
   python -m benchmarks.decode_step --layers 4      a quick look
   python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
   python -m benchmarks.decode_step --devices 2     over two GPUs, against the time of reading at twice the roof
+  python -m benchmarks.decode_step --shape llama-3.1-70b --fp8 --devices 2 --pool-gib 20
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
   python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
@@ -36,6 +37,7 @@ from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages
 from pallas_kernels.expert_products import mxfp4
 from tangram_jax.sharding import TensorParallel
+from tangram_jax.step import compiler_options
 
 NO_SCORER: Any = None  # decode tokens need none
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
@@ -136,7 +138,7 @@ def measure(
 
     chosen = jax.device_put(rows + 10, parallel.everywhere if parallel else None)
     began = time.perf_counter()
-    program = steps.lower(params, cache, chosen).compile()
+    program = steps.lower(params, cache, chosen).compile(compiler_options(args.devices))
     compiled = time.perf_counter() - began
     for _ in range(3):
         chosen, cache = program(params, cache, chosen)

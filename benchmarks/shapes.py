@@ -16,6 +16,9 @@ LLAMA_8B = ModelConfig(
     max_positions=131_072,
     rope_theta=500_000.0,
 )
+LLAMA_70B = LLAMA_8B.replace(
+    name="llama-3.1-70b", num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64
+)
 QWEN3_4B = ModelConfig(
     name="qwen3-4b",
     vocab_size=151_936,
@@ -94,6 +97,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         LLAMA_8B,
+        LLAMA_70B,
         QWEN3_4B,
         GEMMA_3_12B,
         QWEN3_30B_A3B,

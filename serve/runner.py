@@ -107,7 +107,10 @@ class Runner(RowCopies):
         store = ProgramStore(programs, config, plan, scorer) if programs else None
         if store:
             run_step = store.keep("step", run_step, _like_step)
-        static: Any = {"static_argnames": "all_logits", "compiler_options": compiler_options()}
+        static: Any = {
+            "static_argnames": "all_logits",
+            "compiler_options": compiler_options(parallel.size if parallel else 1),
+        }
         self._step = jax.jit(run_step, donate_argnums=1, **static)
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
         self.reset()

@@ -22,13 +22,12 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs, restrict
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
 MAX_BIASES = 300  # tokens with a logit bias in one request
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy
-# What XLA puts into CUDA graphs: what it does by default, and loops.
-_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 _IN_PROMPT = 1 << 15  # bit of SamplerState.seen; the rest counts
 _MAX_COUNT = _IN_PROMPT - 1
 
@@ -270,7 +269,11 @@ def compiler_options() -> dict[str, str] | None:
     The searches behind top-k and top-p end as soon as their rows are decided. By default XLA on a GPU hands the condition of
     such a loop to the host, which waits for all that was dispatched before. As part of a CUDA graph it stays on the device.
     """
-    return {"xla_gpu_enable_command_buffer": _IN_GRAPHS} if jax.default_backend() == "gpu" else None
+    return (
+        {"xla_gpu_enable_command_buffer": f"{IN_GRAPHS},WHILE,CONDITIONAL"}
+        if jax.default_backend() == "gpu"
+        else None
+    )
 
 
 def sample(

@@ -114,7 +114,10 @@ class TensorParallel:
         *,
         all_logits: bool = False,
     ) -> tuple[jax.Array, Cache]:
-        """As `tangram_jax.step`, of parameters and a cache on the mesh; the logits are on every device."""
+        """As `tangram_jax.step`, of parameters and a cache on the mesh; the logits are on every device.
+
+        Jit it with `tangram_jax.step.compiler_options(devices)`.
+        """
 
         def on_one(params: Params, cache: Cache, chunk: Any, decode: Any) -> tuple[jax.Array, Cache]:
             return step(

@@ -168,9 +168,11 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("tensor",), axis_types=(AxisType.Auto,))
 
 
-def test_each_device_runs_the_kernels(caplog):
-    """Traced and lowered for Hopper GPUs, on its columns of the pages."""
+@pytest.mark.parametrize("products", [0, 4], ids=["floats", "fp8"])
+def test_each_device_runs_the_kernels(products, caplog):
+    """Traced and lowered for Hopper GPUs, on its columns of the pages; with weights in FP8 four products more."""
     config = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
+    config = with_fp8_weights(config) if products else config
     plan = ragged_plan(config, 4)
     tp = TensorParallel.of(config, plan, 2, mesh=abstract_mesh(2))
     params = abstract_params(config, jnp.bfloat16)
@@ -181,7 +183,7 @@ def test_each_device_runs_the_kernels(caplog):
     with as_on_hopper():
         for given, count in (((None, tj.Decode(rows, rows)), 2), ((chunk, None), 3)):
             program = step.trace(params, SNAPKV, cache, *given).lower(lowering_platforms=("cuda",)).as_text()
-            assert len(set(re.findall(r'kernel_hash = "([^"]*)"', program))) == count
+            assert len(set(re.findall(r'kernel_hash = "([^"]*)"', program))) == count + products
             assert "stablehlo.while" not in program
     assert not caplog.records  # nothing was left to XLA with a warning
 

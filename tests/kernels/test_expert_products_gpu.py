@@ -81,7 +81,9 @@ def test_products_of_rows_in_fp8(changes, sizes, options):
     tuning = dataclasses.replace(NARROW_MANY, **changes)
     case = make_case(*sizes, dtype=jnp.bfloat16, packed="fp8", **options)
     plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
-    assert max(case.errors_in_fp8(ep.expert_products, plan, tuning=tuning)) < 8e-3
+    # With a limit results are three times smaller than the sums, of which the tensor cores' error is a part.
+    bound = 2e-2 if case.limit else 8e-3
+    assert max(case.errors_in_fp8(ep.expert_products, plan, tuning=tuning)) < bound
 
 
 @pytest.mark.parametrize(
