@@ -107,10 +107,15 @@ def expert_mlp(
             layer_params["expert_gate_up_bias"],
             layer_params["expert_down_bias"][:, None],
         )
-        if config.tensor_axis is not None:  # added once, not by every device
+        if config.tensor_axis is not None and not config.experts_mxfp4:  # added once, not by every device
             first = lax.axis_index(config.tensor_axis) == 0
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
-    directly = ep.goes_directly(x.shape[0], count, num_experts)
+    here, routed = num_experts, experts  # of this device, and what their numbers are there
+    if config.tensor_axis is not None and config.experts_mxfp4:
+        here = gate_up.shape[0]
+        routed = experts - lax.axis_index(config.tensor_axis) * here
+    mine = None if here == num_experts else (routed >= 0) & (routed < here)
+    directly = mine is None and ep.goes_directly(x.shape[0], count, num_experts)
     rows = x.shape[0] * count
     narrow = fp8 and config.activations_fp8 and not directly and rows >= ep.LEAST_NARROW * num_experts
     tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(1 if directly else rows, num_experts)
@@ -124,8 +129,9 @@ def expert_mlp(
         if directly:
             plan = ep.plan_directly(experts, there)
         else:
-            routed = experts if there is None else jnp.where(there[:, None], experts, num_experts)
-            plan = ep.plan_experts(routed, num_experts, block)
+            for wanted in (mine, None if there is None else there[:, None]):
+                routed = routed if wanted is None else jnp.where(wanted, routed, here)
+            plan = ep.plan_experts(routed, here, block)
         many = kernel and isinstance(plan, ep.ExpertPlan) and len(x) >= ep.MANY_TOKENS
         quantise = quantise_tokens if kernel else quantise_tokens_reference
         gather = ep.gather_rows if many else None
@@ -141,14 +147,21 @@ def expert_mlp(
                 h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
         weights, whole = expert_weights(logits, largest, config.normalize_experts)
-        total = add_experts(h, plan, weights, whole, many).astype(x.dtype)
+        total = add_experts(h, plan, weights, whole, many, mine).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 
 def add_experts(
-    h: Array, plan: ep.ExpertPlan | ep.DirectPlan, weights: list[Array], whole: Array, hold: bool
+    h: Array,
+    plan: ep.ExpertPlan | ep.DirectPlan,
+    weights: list[Array],
+    whole: Array,
+    hold: bool,
+    mine: Bool[Array, "T k"] | None = None,
 ) -> Float[Array, "T E"]:
     """The sum over experts of products h [M, E] times weights / whole ([T, 1] each, as from `expert_weights`), in float32.
+
+    `mine`: which of them the plan has; None: all.
 
     Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
     divided: then the sum of weights needs no kernel either. Of many, XLA would make a token's weights anew for every
@@ -161,6 +174,8 @@ def add_experts(
         held = lax.optimization_barrier(jnp.concatenate(weights, axis=1))
         weights = [held[:, j : j + 1] for j in range(held.shape[1])]
     parts = [plan.chosen(h, j).astype(jnp.float32) * weight for j, weight in enumerate(weights)]
+    if mine is not None:
+        parts = [jnp.where(mine[:, j : j + 1], part, 0.0) for j, part in enumerate(parts)]
     total = sum(parts[1:], parts[0])
     return total / whole if directly else total
 

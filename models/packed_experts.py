@@ -20,9 +20,14 @@ from pallas_kernels.expert_products import mxfp4
 _log = logging.getLogger("tangram")
 
 
-def kept_packed(config: ModelConfig, dtype: DTypeLike) -> ModelConfig:
-    """The configuration with the experts in MXFP4 where a kernel takes them so, else unchanged."""
+def kept_packed(config: ModelConfig, dtype: DTypeLike, devices: int = 1) -> ModelConfig:
+    """The configuration with the experts in MXFP4 where a kernel takes them so, else unchanged.
+
+    `devices`: to which they are dealt, equally many to each.
+    """
     reason = _obstacle(dtype)
+    if config.num_experts % devices:
+        reason = NotImplementedError(f"{config.num_experts} experts are not dealt to {devices} devices")
     try:
         mxfp4.packed_shape(1, 2, config.expert_size, config.hidden_size)
     except NotImplementedError as error:

@@ -105,10 +105,13 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     if config.has_experts(layer):
         X, F = config.num_experts, config.expert_size
         specs["router"] = ParamSpec((E, X), ("embed", None), E)
+        # Packed experts stay whole: GPT-OSS's 45 tiles of width are no multiple of anything even.
+        whole = ("experts", *(None,) * 5)
+        by, width = ("experts", None) if config.experts_mxfp4 else (None, "mlp")
         if config.experts_mxfp4:
             specs |= {
-                "expert_gate_up": ParamSpec(mxfp4.packed_shape(X, 2, F, E), (None,) * 6, E, packed=True),
-                "expert_down": ParamSpec(mxfp4.packed_shape(X, 1, E, F), (None,) * 6, F, packed=True),
+                "expert_gate_up": ParamSpec(mxfp4.packed_shape(X, 2, F, E), whole, E, packed=True),
+                "expert_down": ParamSpec(mxfp4.packed_shape(X, 1, E, F), whole, F, packed=True),
             }
         else:
             specs |= {
@@ -118,8 +121,8 @@ def layer_specs(config: ModelConfig, layer: int) -> dict[str, ParamSpec]:
         if config.expert_bias:
             specs |= {
                 "router_bias": ParamSpec((X,), (None,), E),
-                "expert_gate_up_bias": ParamSpec((X, 2, F), (None, None, "mlp"), E),
-                "expert_down_bias": ParamSpec((X, E), (None, "embed"), F),
+                "expert_gate_up_bias": ParamSpec((X, 2, F), (by, None, width), E),
+                "expert_down_bias": ParamSpec((X, E), (by, "embed"), F),
             }
     else:
         specs |= {

@@ -114,7 +114,7 @@ def load_model(
       ValueError: another dtype or quantization than there is.
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
-    dtype, keep_mxfp4 = jnp.dtype(dtype), keep_mxfp4 and mesh is None
+    dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype.name}")
     if quantization not in (None, *QUANTIZATIONS):
@@ -195,7 +195,7 @@ def _assemble(source: TensorSource, config: ModelConfig, style: str, how: _How) 
     assemble = partial(assemble_params, style=style, progress=how.progress, mesh=how.mesh)
     packed, dtype = config, how.dtype
     if how.keep_mxfp4 and experts_in_mxfp4(source, config, style):
-        packed = kept_packed(config, dtype)
+        packed = kept_packed(config, dtype, 1 if how.mesh is None else how.mesh.size)
     try:
         return packed, assemble(source, packed, dtype)
     except NotImplementedError as reason:

@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.params import Params, ParamSpec, abstract_params, map_specs, param_specs
 from pallas_kernels.fp8_products import TILE, Fp8Weights
 
-LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab")
 
 
 class ShardingError(ValueError):
@@ -60,8 +60,11 @@ class AxisRules:
         return NamedSharding(mesh, self.spec(axes))
 
 
-# Megatron's layout: heads and the MLP's hidden width are split, one all-reduce after each half of a layer.
-TENSOR_PARALLEL = AxisRules.of(heads="tensor", kv_heads="tensor", mlp="tensor", vocab="tensor")
+# Megatron's layout: heads and the MLP's hidden width are split, one all-reduce after each half of a layer. Experts are, too,
+# but for packed ones, of which each device has some.
+TENSOR_PARALLEL = AxisRules.of(
+    heads="tensor", kv_heads="tensor", mlp="tensor", experts="tensor", vocab="tensor"
+)
 REPLICATED = AxisRules()
 
 
@@ -131,14 +134,15 @@ def rules_for(config: ModelConfig, size: int) -> AxisRules:
 def share(config: ModelConfig, size: int) -> ModelConfig:
     """The configuration of one of `size` devices' share, for `forward` within a `jax.shard_map` over the axis "tensor".
 
-    It has its part of the heads and of the MLPs' width; everything else is as in the whole model. The parameters are
-    those of the whole model, placed by `rules_for(config, size)`, which `param_shardings` checks.
+    It has its part of the heads and of the MLPs' width, or some whole experts where these are packed; everything else is as
+    in the whole model. The parameters are those of the whole model, placed by `rules_for(config, size)`, which
+    `param_shardings` checks.
     """
     return config.replace(
         num_heads=config.num_heads // size,
         num_kv_heads=config.num_kv_heads // size,
         intermediate_size=config.intermediate_size // size,
-        expert_size=config.expert_size // size,
+        expert_size=config.expert_size // (1 if config.experts_mxfp4 else size),
         tensor_axis=TENSOR_PARALLEL.mesh_axis("heads"),
     )
 

@@ -254,11 +254,11 @@ def assemble_params(
     for (leaf_name, layer), pieces in items:
         spec: ParamSpec = specs[leaf_name] if layer is None else specs["layers"][layer][leaf_name]
         found = [_Piece(tuple(names_here[x] for x in p.names), parts[p.part], p.expert) for p in pieces]
+        place = places and (places if layer is None else places["layers"][layer])[leaf_name]
         if spec.packed:
             held = [_in_mxfp4(*map(source.read, piece.names)) for piece in found]
-            flat[leaf_name, layer] = pack_leaf(held, spec.shape)
+            flat[leaf_name, layer] = jax.device_put(pack_leaf(held, spec.shape), place)
             continue
-        place = places and (places if layer is None else places["layers"][layer])[leaf_name]
         if spec.fp8:
             flat[leaf_name, layer] = jax.device_put(_in_fp8(source, found, spec), place)
             continue

@@ -54,6 +54,7 @@ def run(params, config, plan, parallel, dtype):
         (2, jnp.uint8, None),
         (2, jnp.bfloat16, "fp8"),
         (2, jnp.bfloat16, "fp8-dynamic"),
+        (2, jnp.bfloat16, "mxfp4"),
         (4, jnp.bfloat16, None),
     ],
 )
@@ -63,8 +64,11 @@ def test_as_on_one_gpu(devices, dtype, weights, caplog):
     ratios = np.random.default_rng(0).uniform(0.2, 0.9, (1, 2, 4)).astype(np.float32)
     profile = tj.BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0)
     plan = tj.CachePlan.build(profile, 4, 16)
-    config, params = CONFIG, jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG, 0))
-    if weights:
+    config = CONFIG
+    if weights == "mxfp4":
+        config = CONFIG.replace(num_experts=4, experts_per_token=2, expert_size=192, experts_mxfp4=True)
+    params = random_params(config, 0, jnp.bfloat16)
+    if weights in ("fp8", "fp8-dynamic"):
         params, config = in_fp8(params, config)
         config = config.replace(activations_fp8=weights == "fp8-dynamic")
     want = run(params, config, plan, None, dtype)

@@ -21,6 +21,7 @@ from tangram_jax.sharding import TensorParallel, head_order
 from tests.simulated import on_simulated_devices
 
 SNAPKV = tj.get_scorer("snapkv")
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 192}
 SIZES = {"num_pages": 600, "max_requests": 3, "max_tokens": 128, "max_tail": 32}
 
 
@@ -82,7 +83,16 @@ def check_ragged_on_four() -> None:
 
 def check_gpt_oss() -> None:
     """Windows, sinks, biases, experts, in bytes; and a vocabulary that is not divided."""
-    config = tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,), vocab_size=265)
+    check_like_gpt_oss()
+
+
+def check_packed_experts() -> None:
+    """The same in MXFP4, of which each device has two whole: a token may have none there, one or both of its two."""
+    check_like_gpt_oss(experts_mxfp4=True, expert_size=64, num_experts=4, experts_per_token=2)
+
+
+def check_like_gpt_oss(**changes) -> None:
+    config = tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,), vocab_size=265, **changes)
     params, plan = random_params(config, 0), ragged_plan(config, 2)
     want = run(params, config, plan, dtype=np.uint8)
     got = run(params, config, plan, 2, np.uint8)
@@ -132,7 +142,9 @@ def check_padded_real_weights() -> None:
         np.testing.assert_allclose(run(params, config, plan, devices), want, atol=1e-3)
 
 
-@pytest.mark.parametrize("function", ["check_ragged", "check_gpt_oss", "check_fp8", "check_the_pool_stays"])
+@pytest.mark.parametrize(
+    "function", ["check_ragged", "check_gpt_oss", "check_packed_experts", "check_fp8", "check_the_pool_stays"]
+)
 def test_on_simulated_devices(function):
     on_simulated_devices(__file__, function)
 
@@ -168,11 +180,17 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("tensor",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("products", [0, 4], ids=["floats", "fp8"])
-def test_each_device_runs_the_kernels(products, caplog):
-    """Traced and lowered for Hopper GPUs, on its columns of the pages; with weights in FP8 four products more."""
-    config = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64)
-    config = with_fp8_weights(config) if products else config
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [({}, (0, 0)), ({"weights_fp8": True}, (4, 4)), (EXPERTS | {"experts_mxfp4": True}, (2, 3))],
+    ids=["floats", "fp8", "mxfp4"],
+)
+def test_each_device_runs_the_kernels(fields, more, caplog):
+    """Traced and lowered for Hopper GPUs, on its columns of the pages; packed weights' products have kernels of their own.
+
+    Of experts the rows of many tokens, too.
+    """
+    config = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64, **fields)
     plan = ragged_plan(config, 4)
     tp = TensorParallel.of(config, plan, 2, mesh=abstract_mesh(2))
     params = abstract_params(config, jnp.bfloat16)
@@ -180,10 +198,11 @@ def test_each_device_runs_the_kernels(products, caplog):
     rows = np.zeros(8, np.int32)
     chunk = tj.Chunk(np.int32(1), np.zeros(128, np.int32), np.int32(100))
     step = jax.jit(tp.step, static_argnums=1)
+    kernels = np.add((2, 3), more)
     with as_on_hopper():
-        for given, count in (((None, tj.Decode(rows, rows)), 2), ((chunk, None), 3)):
+        for given, count in zip(((None, tj.Decode(rows, rows)), (chunk, None)), kernels, strict=True):
             program = step.trace(params, SNAPKV, cache, *given).lower(lowering_platforms=("cuda",)).as_text()
-            assert len(set(re.findall(r'kernel_hash = "([^"]*)"', program))) == count + products
+            assert len(set(re.findall(r'kernel_hash = "([^"]*)"', program))) == count
             assert "stablehlo.while" not in program
     assert not caplog.records  # nothing was left to XLA with a warning
 
@@ -207,3 +226,6 @@ def test_what_cannot_be_dealt():
     plan = tj.CachePlan.build(profile, 4)
     with pytest.raises(ValueError, match="kv_heads = 4 is not a multiple of 3"):
         TensorParallel.of(config, plan, 3, mesh=abstract_mesh(3))
+    config = config.replace(**EXPERTS | {"num_experts": 5}, experts_mxfp4=True)
+    with pytest.raises(ValueError, match="experts = 5 is not a multiple of 2"):
+        TensorParallel.of(config, plan, 2, mesh=abstract_mesh(2))

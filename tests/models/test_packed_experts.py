@@ -97,6 +97,11 @@ def test_from_gguf(supported, tmp_path, cache):
         np.testing.assert_array_equal(logits_of(packed.params, packed.config), want)
 
 
+def test_each_device_has_equally_many(supported, caplog):
+    assert kept_packed(CONFIG, jnp.bfloat16, 2).experts_mxfp4
+    assert not kept_packed(CONFIG, jnp.bfloat16, 3).experts_mxfp4
+
+
 def test_without_a_kernel_they_are_dequantised():
     assert kept_packed(CONFIG, jnp.bfloat16) is CONFIG
 

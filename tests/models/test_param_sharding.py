@@ -20,7 +20,7 @@ from models.sharding import (
     shard_params,
     tensor_mesh,
 )
-from models.testing import random_params, tiny_config
+from models.testing import random_params, tiny_config, tiny_gpt_oss_config
 from models.transformer import forward
 from tests.simulated import on_simulated_devices
 
@@ -37,7 +37,8 @@ def logits_of(params, config):
 
 
 def test_every_axis_has_a_known_name():
-    axes = {axis for spec in jax.tree.leaves(param_specs(tiny_config())) for axis in spec.axes}
+    configs = tiny_config(), tiny_gpt_oss_config(expert_size=64, experts_mxfp4=True)
+    axes = {axis for config in configs for spec in jax.tree.leaves(param_specs(config)) for axis in spec.axes}
     assert axes - {None} == set(LOGICAL_AXES)
 
 
