@@ -135,6 +135,12 @@ def build_engine(
         )
     profile = choose_profile(config, shape, model.name)
     check_provenance(profile, model, config.scorer)
+    kept = config.retention or profile.retention
+    if config.max_retention is not None and config.max_retention < kept:
+        raise ConfigError(
+            f"--max-retention ({config.max_retention:g}) is below what requests keep that ask for nothing ({kept:g}, the "
+            "profile's): write at least that, or a --retention of at most --max-retention"
+        )
     plan = CachePlan.build(
         profile
         if config.retention is None
@@ -146,7 +152,7 @@ def build_engine(
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
         sliding=SlidingLayers.of(shape, tail),
         scaled=profile,
-        max_retention=config.max_retention or config.retention or profile.retention,
+        max_retention=config.max_retention or kept,
     )
     try:
         parallel = TensorParallel.of(shape, plan, devices) if devices > 1 else None

@@ -204,6 +204,11 @@ def test_requests_may_keep_as_much_as_the_server_or_as_it_is_told(tmp_path):
         0.2,
         0.7,
     ]
+    with pytest.raises(
+        ConfigError, match=r"--max-retention \(0.3\) is below what .* keep .* \(0.4, the profile's\)"
+    ):
+        plan(max_retention=0.3)
+    assert plan(retention=0.3, max_retention=0.3).max_retention == 0.3
     full = plan(retention=1.0, heads_per_page=1)
     assert (full.group_ppm == 1_000_000).all()
     assert full.budgets_at(0.25).tolist() == plan(retention=0.25, heads_per_page=1).group_ppm.tolist()
