@@ -136,7 +136,7 @@ def share(config: ModelConfig, size: int) -> ModelConfig:
 
     It has its part of the heads and of the MLPs' width, or some whole experts where these are packed; everything else is as
     in the whole model. The parameters are those of the whole model, placed by `rules_for(config, size)`, which
-    `param_shardings` checks.
+    `param_shardings` checks; a dense MLP's in FP8 are in order only as `tangram_jax.TensorParallel.place` leaves them.
     """
     return config.replace(
         num_heads=config.num_heads // size,

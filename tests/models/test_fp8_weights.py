@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.gpu_program import as_on_hopper
 from calibrate.identity import compare_weights, weights_identity
@@ -22,7 +21,7 @@ from models.products import product
 from models.quantisation import CHANNELS, WHOLE, Quantisation
 from models.quantised import DequantisedTensors
 from models.registry import QUANTIZATIONS, load_model
-from models.sharding import ShardingError, pad_heads, param_shardings
+from models.sharding import ShardingError, pad_heads
 from models.testing import (
     random_params,
     tiny_config,
@@ -375,25 +374,6 @@ def test_other_kinds_and_more_heads_are_refused():
         ShardingError, match="tiny has FP8 weights, whose heads cannot be padded: load it without"
     ):
         pad_heads(params, config, 16, 8)
-
-
-def test_a_share_of_them_is_whole_tiles():
-    config = with_fp8_weights(CONFIG.replace(intermediate_size=192))
-    mesh = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
-    with pytest.raises(
-        ShardingError, match=r"sharded so: mlp of FP8 weights = 192 is not a multiple of 64 x 2"
-    ):
-        param_shardings(config, mesh)
-    config = with_fp8_weights(CONFIGS["experts"].replace(expert_size=256, intermediate_size=128))
-    layer = param_shardings(config, mesh)["layers"][1]
-    assert layer["expert_gate_up"].codes.spec == PartitionSpec(None, None, "tensor")
-    assert layer["expert_down"].codes.spec == PartitionSpec(None, None, None, "tensor")
-    assert layer["expert_gate_up"].scales.spec == PartitionSpec(None, None, "tensor")
-    assert layer["attn_out"] == (
-        NamedSharding(mesh, PartitionSpec(None, "tensor")),
-        NamedSharding(mesh, PartitionSpec()),
-    )
-    assert layer["qkv"] == (NamedSharding(mesh, PartitionSpec("tensor")),) * 2
 
 
 # --- what they are -------------------------------------------------------------------------------------------------------

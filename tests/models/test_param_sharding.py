@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from models.attention import dense_attend
+from models.fp8_weights import with_fp8_weights
 from models.gpt_oss import gpt_oss_fields
 from models.params import map_specs, num_parameters, param_specs
 from models.sharding import (
@@ -24,6 +25,12 @@ from models.testing import random_params, tiny_config, tiny_gpt_oss_config
 from models.transformer import forward
 from tests.simulated import on_simulated_devices
 
+FP8_SPECS = {  # of codes and scales
+    "qkv": (PartitionSpec("tensor"), PartitionSpec("tensor")),
+    "attn_out": (PartitionSpec(None, "tensor"), PartitionSpec()),
+    "expert_gate_up": (PartitionSpec(None, None, "tensor"), PartitionSpec(None, None, "tensor")),
+    "expert_down": (PartitionSpec(None, None, None, "tensor"), PartitionSpec()),
+}
 TOKENS = jnp.asarray([9, 50, 200, 7, 7, 130, 61, 8, 255, 31], jnp.int32)
 
 
@@ -63,6 +70,16 @@ def test_one_error_for_all_axes_that_do_not_divide():
         param_shardings(tiny_config(), explicit, TENSOR_PARALLEL)
     shardings = param_shardings(config, mesh, REPLICATED)
     assert all(s.spec == PartitionSpec() for s in jax.tree.leaves(shardings))
+
+
+def test_a_share_of_weights_in_fp8_is_whole_tiles():
+    mesh = abstract_mesh(2, "tensor")
+    with pytest.raises(ValueError, match=r"sharded so: mlp of FP8 weights = 192 is not a multiple of 64 x 2"):
+        param_shardings(with_fp8_weights(tiny_config(intermediate_size=192)), mesh)
+    config = tiny_config(num_experts=6, experts_per_token=2, expert_size=256)
+    layer = param_shardings(with_fp8_weights(config), mesh)["layers"][1]
+    specs = {name: tuple(place.spec for place in layer[name]) for name in FP8_SPECS}
+    assert specs == FP8_SPECS
 
 
 def test_bytes_per_device():
