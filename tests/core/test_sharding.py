@@ -142,6 +142,20 @@ def check_padded_real_weights() -> None:
         np.testing.assert_allclose(run(params, config, plan, devices), want, atol=1e-3)
 
 
+def check_real_weights_in_fp8() -> None:
+    """SmolLM2's, dealt as they are converted, or as they are read from what is kept of that."""
+    from models.registry import load_model
+    from models.sharding import tensor_mesh
+
+    whole = load_model(progress=False, quantization="fp8")
+    plan = ragged_plan(whole.config, 3, alike=True)
+    want = run(whole.params, whole.config, plan)
+    dealt = load_model(progress=False, quantization="fp8", mesh=tensor_mesh(3))
+    codes = dealt.params["layers"][0]["gate_up"].codes
+    assert codes.addressable_shards[0].data.shape[0] == codes.shape[0] // 3
+    np.testing.assert_allclose(run(dealt.params, dealt.config, plan, 3), want, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "function", ["check_ragged", "check_gpt_oss", "check_packed_experts", "check_fp8", "check_the_pool_stays"]
 )
@@ -150,7 +164,9 @@ def test_on_simulated_devices(function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["check_ragged_on_four", "check_padded_real_weights"])
+@pytest.mark.parametrize(
+    "function", ["check_ragged_on_four", "check_padded_real_weights", "check_real_weights_in_fp8"]
+)
 def test_on_simulated_devices_for_longer(function):
     on_simulated_devices(__file__, function)
 
