@@ -4,7 +4,7 @@
   python -m benchmarks.decode_step --layers 4      a quick look
   python -m benchmarks.decode_step --shape qwen3-4b | gemma-3-12b | qwen3-30b-a3b
   python -m benchmarks.decode_step --devices 2     over two GPUs, against the time of reading at twice the roof
-  python -m benchmarks.decode_step --shape llama-3.1-70b --fp8 --devices 2 --pool-gib 20
+  python -m benchmarks.decode_step --shape llama-3.1-70b --fp8 --devices 2 --pool-gib 16
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
   python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
@@ -50,7 +50,7 @@ def add_fp8(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="weights",
         choices=("weights", "dynamic"),
-        help="the dense products' weights in FP8; dynamic: many tokens too",
+        help="the products' weights in FP8; dynamic: many tokens too",
     )
 
 

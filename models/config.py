@@ -98,7 +98,7 @@ class ModelConfig:
     )
     # The weights of all layers' products are in FP8, as `fp8_products.quantise` gives them; experts in MXFP4 stay so.
     weights_fp8: bool = False
-    # With FP8 weights: in steps of many tokens these become FP8 too for the dense products, each with its own scale.
+    # With FP8 weights: in steps of many tokens these become FP8 too, each with its own scale.
     activations_fp8: bool = False
     expert_bias: bool = False  # router and experts have biases (GPT-OSS)
     # The experts' gate and up parts are cut off there, g * sigmoid(1.702 g) * (u + 1) instead of silu(g) * u (GPT-OSS).

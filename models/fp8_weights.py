@@ -17,7 +17,7 @@ from pallas_kernels.fp8_products import Fp8Weights
 
 
 def with_fp8_weights(config: ModelConfig, *, dynamic: bool = False) -> ModelConfig:
-    """The configuration with the weights of all products in FP8; `dynamic`: and many tokens for the dense ones.
+    """The configuration with the weights of all products in FP8; `dynamic`: and many tokens.
 
     Experts that are in MXFP4 stay so.
 

@@ -100,12 +100,12 @@ def load_model(
         this as it is read.
       progress: show progress bars and messages on standard error.
       overrides: fields that replace those of config.json, e.g. {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}.
-      keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on one Hopper GPU in bfloat16.
-        On a mesh they do not.
+      keep_mxfp4: experts that are in MXFP4 (GPT-OSS) stay so where a kernel takes them: on Hopper GPUs in bfloat16, and on
+        a mesh only if as many go on each device.
       quantization: "fp8": the weights of the layers' products, experts' too, become FP8 as they are read, with a scale for
         each output; those that are FP8 and have a scale for each output, or for all, stay as they are, and so do experts by
         `keep_mxfp4`. All others are as without it.
-        "fp8-dynamic": in steps of many tokens these become FP8 too, for the dense products (`ModelConfig.activations_fp8`).
+        "fp8-dynamic": in steps of many tokens these become FP8 too, for all such products (`ModelConfig.activations_fp8`).
       mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:

@@ -97,7 +97,7 @@ def test_from_gguf(supported, tmp_path, cache):
         np.testing.assert_array_equal(logits_of(packed.params, packed.config), want)
 
 
-def test_each_device_has_equally_many(supported, caplog):
+def test_each_device_has_equally_many(supported):
     assert kept_packed(CONFIG, jnp.bfloat16, 2).experts_mxfp4
     assert not kept_packed(CONFIG, jnp.bfloat16, 3).experts_mxfp4
 
