@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     decode_step.add_fp8(parser)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--plain", action="store_true", help="sampling without sampling.compiler_options()")
@@ -193,12 +194,13 @@ def main() -> None:
     longest = args.context + most_tokens(args)
     if longest > config.max_positions:
         parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")
-    params = decode_step.random_weights(config)
+    params = decode_step.random_weights(config, args.devices)
     heads = 4 if config.num_kv_heads % 4 == 0 else 1
     alone = decode_step.measure(
         params, config, args.requests, args.context, args.retention,
         argparse.Namespace(
-            page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False, devices=1,
+            page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False,
+            devices=args.devices,
         ),
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
         dtype=byte_pages.DTYPE if args.kv_cache_dtype == "int8" else jnp.bfloat16,
@@ -206,7 +208,7 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}: decode step alone {alone['ms']} ms")
     with mock.patch.object(sampling, "compiler_options", lambda: None) if args.plain else nullcontext():
         engine = start_engine(
-            config, params, args.retention,
+            config, params, args.retention, tensor_parallel_size=args.devices,
             max_num_seqs=args.requests, max_num_batched_tokens=args.chunk, max_model_len=longest,
             page_size=args.page_size, heads_per_page=heads, prefix_cache=False, scorer=args.scorer,
             programs=args.programs, kv_cache_dtype=args.kv_cache_dtype,

@@ -5,6 +5,7 @@
                                                                          lengths as in chats; and chunks never split
   python -m benchmarks.engine_traffic --prompt 120 --spread 0.8 --generate 32 --requests 64 --retention 1 --apart
                                                                          a burst of short prompts; and one prompt a step
+  python -m benchmarks.engine_traffic --devices 2                        over two GPUs
 
 Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
 weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
@@ -77,7 +78,8 @@ def main() -> None:
     )
     parser.add_argument("--generate", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--retention", type=float, nargs="*", default=[1.0, 0.25])
-    parser.add_argument("--kv-gib", type=float, default=55.0, help="memory for keys and values")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
+    parser.add_argument("--kv-gib", type=float, default=55.0, help="memory for keys and values on each GPU")
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
@@ -96,7 +98,6 @@ def main() -> None:
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
-    params = decode_step.random_weights(config)
     device = jax.devices()[0].device_kind
     print(device, flush=True)
     sizes = lengths(args.requests, args.prompt, args.spread, args.max_model_len - args.generate)
@@ -105,7 +106,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for retention in args.retention:
         engine = start_engine(
-            config, params, retention,
+            config, decode_step.random_weights(config, args.devices), retention, tensor_parallel_size=args.devices,
             max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
             kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
             prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,

@@ -26,12 +26,14 @@ from serve.limits import Limits
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.runner import Runner
 from serve.watched import WatchedEngine
+from tangram_jax.sharding import TensorParallel
 
 CONFIG = tiny_config(num_layers=2)
 EXPERTS = CONFIG.replace(num_experts=6, experts_per_token=2, expert_size=48, dense_layers=(0,))
 # Layer 0 has a window, layer 1 none.
 WINDOWS: dict[str, Any] = {"num_layers": 2, "sliding_window": 40, "sliding_layers": (0,)}
 GEMMA2, GPT_OSS = tiny_gemma2_config(**WINDOWS), tiny_gpt_oss_config(**WINDOWS)
+ON_GPU = CONFIG.replace(hidden_size=256, num_heads=16, head_dim=64)  # in bfloat16: the kernels take it
 LENGTH = 256  # tokens of a row at most
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
 HOST = 64 << 20  # bytes of host memory for engines that use any
@@ -49,27 +51,28 @@ BUDGETS = np.array([[0.1, 0.2, 0.4, 0.9], [0.3, 0.15, 0.6, 0.25]], np.float32)
 @cache
 def params_of(config: ModelConfig) -> Any:
     """The weights of one of the models here."""
-    return random_params(config, 0)
+    return random_params(config, 0, jnp.bfloat16 if config == ON_GPU else jnp.float32)
 
 
 PARAMS = params_of(CONFIG)
 
 
 @cache
-def tiny_runner(kind: str, drafts: int = 0) -> Runner:
+def tiny_runner(kind: str, drafts: int = 0, devices: int = 1) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model,
     or up to all of it on demand.
 
     "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
-    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. `drafts`: of each sequence.
+    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. "gpu": as "ragged", of a model for our kernels.
+    `drafts`: of each sequence.
     """
-    config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS}.get(kind, CONFIG)
+    config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS, "gpu": ON_GPU}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
-    if kind == "ragged":
+    if kind in ("ragged", "gpu"):
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
     plan = tj.CachePlan.build(
-        profile, heads_per_page=2, page_size=8, cluster="model", window=16, min_entries=0,
-        sliding=tj.SlidingLayers.of(config, MAX_TAIL), max_retention=float(kind == "ragged"),
+        profile, heads_per_page=2, page_size=16 if kind == "gpu" else 8, cluster="model", window=16, min_entries=0,
+        sliding=tj.SlidingLayers.of(config, MAX_TAIL), max_retention=float(kind in ("ragged", "gpu")),
     )  # fmt: skip
     return Runner(
         params_of(config),
@@ -81,8 +84,9 @@ def tiny_runner(kind: str, drafts: int = 0) -> Runner:
         num_rows=RUNNING + STORED,
         max_model_len=LENGTH,
         max_tail=MAX_TAIL,
-        cache_dtype=jnp.uint8 if kind == "gpt_oss" else jnp.float32,
-        host_bytes=HOST,
+        cache_dtype={"gpt_oss": jnp.uint8, "gpu": jnp.bfloat16}.get(kind, jnp.float32),
+        host_bytes=HOST if devices == 1 else 0,
+        parallel=TensorParallel.of(config, plan, devices) if devices > 1 else None,
     )
 
 
@@ -237,9 +241,10 @@ def tiny_engine(
     least_shared: int = 128,
     drift: DriftMonitor | None = None,
     drafts: int = 0,
+    devices: int = 1,
 ) -> Iterator[TinyEngine]:
-    """An engine over `tiny_runner(kind, drafts)`, which serves one engine at a time; stopped at the end."""
-    runner = tiny_runner(kind, drafts)
+    """An engine over `tiny_runner(kind, drafts, devices)`, which serves one engine at a time; stopped at the end."""
+    runner = tiny_runner(kind, drafts, devices)
     limits = Limits(
         max_running=RUNNING,
         max_stored=max_stored,
