@@ -208,7 +208,6 @@ class ServeConfig:
             )
         if self.tensor_parallel_size > 1:
             for flag, there in (
-                ("--kv-offloading-size", self.kv_offloading_size > 0),
                 ("--drift-interval", self.drift_interval > 0),
                 ("--cluster model", self.cluster == "model"),
             ):

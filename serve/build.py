@@ -179,7 +179,7 @@ def build_engine(
             most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
             chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page // devices
         widest = row_layout(plan, max_model_len, tail).width  # of rows that ask for the most
-        chunk += under_way_bytes(page_bytes, widest, config.host_bytes)
+        chunk += under_way_bytes(page_bytes * devices, widest, config.host_bytes) // devices
         on_cpu = _free_on_cpu() // devices
         free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else on_cpu
         # Never more than all rows can fill.
@@ -222,7 +222,7 @@ def build_engine(
         max_model_len=max_model_len,
         max_tail=tail,
         cache_dtype=stores,
-        programs=None if parallel else programs,
+        programs=programs,
         host_bytes=config.host_bytes,
         parallel=parallel,
     )

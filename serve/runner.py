@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from models.config import ModelConfig
 from serve.buckets import Buckets, Shape
@@ -71,11 +72,9 @@ class Runner(RowCopies):
     ) -> None:
         """`programs`: directory in which traced programs are kept for the next start; None: nowhere.
 
-        `host_bytes`: of host memory that copies of rows may take; 0: there are none. `parallel`: over several devices, with
-        neither of the two; parameters that lie on them already are used up.
+        `host_bytes`: of host memory that copies of rows may take; 0: there are none. `parallel`: over several devices;
+        parameters that lie on them already are used up.
         """
-        if parallel and (programs or host_bytes):
-            raise ValueError("programs and rows of several devices are not kept on the host")
         self._device = jax.local_devices()[0]
         self._parallel = parallel
         self._everywhere = parallel.everywhere if parallel else self._device
@@ -99,17 +98,19 @@ class Runner(RowCopies):
         if host_bytes:
             page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
             widest = row_layout(plan, max_model_len, max_tail).width
-            self.transfers = Transfers(self._device, page_bytes, widest, host_bytes)
+            of_pool = parallel.of_pool if parallel else SingleDeviceSharding(self._device)
+            self.transfers = Transfers(of_pool, page_bytes, widest, host_bytes)
         self.compilations = 0  # since warm-up, of the thread that claimed this runner
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
         run_step: Any = self._step_program
-        store = ProgramStore(programs, config, plan, scorer) if programs else None
+        devices = parallel.size if parallel else 1
+        store = ProgramStore(programs, config, plan, scorer, devices) if programs else None
         if store:
             run_step = store.keep("step", run_step, _like_step)
         static: Any = {
             "static_argnames": "all_logits",
-            "compiler_options": compiler_options(parallel.size if parallel else 1),
+            "compiler_options": compiler_options(devices),
         }
         self._step = jax.jit(run_step, donate_argnums=1, **static)
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding
 
 from serve.args import ConfigError
 from serve.sequence import RowState
@@ -37,7 +37,7 @@ def allow_pinned(host_bytes: int) -> None:
 
 
 def under_way_bytes(page_bytes: int, widest: int, host_bytes: int) -> int:
-    """Bytes of device memory for blocks under way, where rows have at most `widest` pages."""
+    """Bytes of device memory for blocks under way, of all devices together, where rows have at most `widest` pages."""
     sizes = _sizes(page_bytes, widest)
     row = sum(sizes.split(widest)) * page_bytes
     return max(min(MOST_UNDER_WAY, row, host_bytes), sizes.large * page_bytes) if host_bytes else 0
@@ -48,13 +48,14 @@ def _sizes(page_bytes: int, widest: int) -> BlockSizes:
 
 
 class Transfers:
-    """Copies of rows out of one device's pool and back."""
+    """Copies of rows out of the pool and back. `page_bytes`: of whole pages, if several devices have a part of each."""
 
-    def __init__(self, device: jax.Device, page_bytes: int, widest: int, host_bytes: int) -> None:
+    def __init__(self, pool: Sharding, page_bytes: int, widest: int, host_bytes: int) -> None:
+        """`pool`: where the pool lies; a block lies there in the same way."""
         self._sizes, self._page_bytes, self._host_bytes = _sizes(page_bytes, widest), page_bytes, host_bytes
         self._most = under_way_bytes(page_bytes, widest, host_bytes)
-        self._pins = device.platform == "gpu"
-        self._here = SingleDeviceSharding(device)
+        self._pins = next(iter(pool.device_set)).platform == "gpu"
+        self._here = pool
         self._host = self._here.with_memory_kind("pinned_host")  # a CPU has that kind as well
         self._under_way: deque[Any] = deque()  # arrays
 

@@ -82,6 +82,11 @@ class TensorParallel:
         """Of an array that every device has whole."""
         return NamedSharding(self.mesh, EVERYWHERE)
 
+    @property
+    def of_pool(self) -> NamedSharding:
+        """Of the pool, and of any array of pages: every device has some columns of each."""
+        return NamedSharding(self.mesh, self.rules.spec(POOL_AXES))
+
     def place(self, params: Params) -> Params:
         """The parameters on the mesh, heads in the order of the pages' columns. Those on the mesh already are used up.
 
@@ -137,7 +142,7 @@ class TensorParallel:
     def _cache_specs(self, cache: Any) -> Any:
         """The tree of PartitionSpec of a cache: the pool by its logical axes, everything else on every device."""
         specs = jax.tree.map(lambda _: EVERYWHERE, cache)
-        return dataclasses.replace(specs, pool=self.rules.spec(POOL_AXES))
+        return dataclasses.replace(specs, pool=self.of_pool.spec)
 
 
 class _Axes(NamedTuple):

@@ -13,6 +13,7 @@ import pytest
 
 from models.config import ModelConfig
 from tests.serve.tiny_engine import PAGES, Asked, TinyEngine, dense_logits, tiny_engine, tokens_of
+from tests.simulated import on_simulated_devices
 
 
 def random_prompt(random: np.random.Generator, asked: list[Asked]) -> list[int]:
@@ -93,8 +94,8 @@ ON_GPUS = {
     "one": Case("gpu", (1.0, 1.0, None, 0.2, 1e-9), within=0.1),
     "failing steps": Case("gpu", (1.0, 0.3), fails=True, within=0.1),
     "drafts": Case("gpu", (1.0, 1.0, None, 0.2), drafts=3, within=0.1),
-    "two": Case("gpu", (1.0, 1.0, None, 0.2), devices=2, host_bytes=0, within=0.1),
-    "two, with drafts": Case("gpu", (1.0, 1.0, None, 0.2), devices=2, host_bytes=0, drafts=3, within=0.1),
+    "two": Case("gpu", (1.0, 1.0, None, 0.2), devices=2, within=0.1),
+    "two, with drafts": Case("gpu", (1.0, 1.0, None, 0.2), devices=2, drafts=3, within=0.1),
 }
 
 
@@ -152,6 +153,15 @@ def test_random_requests(name, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_random_requests_for_longer(name, seed, monkeypatch):
     check(CASES[name], seed, 30, monkeypatch)
+
+
+def check_two_devices() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        check(Case("ragged", (1.0, 1.0, None, 0.2), devices=2), 0, 10, patch)
+
+
+def test_random_requests_over_two_devices():
+    on_simulated_devices(__file__, "check_two_devices", 2)
 
 
 @pytest.mark.gpu

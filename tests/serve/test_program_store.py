@@ -1,6 +1,8 @@
 """Programs that are kept on disk: the same results and donation, found again, and never one that is not the right one."""
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import tangram_jax as tj
 from models.testing import random_params, tiny_config
 from serve import program_store
 from serve.program_store import ProgramStore
+from tests.simulated import on_simulated_devices
 
 CONFIG = tiny_config(num_layers=1)
 SCORER = tj.get_scorer("snapkv")
@@ -137,3 +140,32 @@ def test_old_files_go(tmp_path, monkeypatch):
         scaled(new_store(tmp_path), size)
     assert len(list(tmp_path.iterdir())) == 3
     assert scaled(new_store(tmp_path), 6)[1].found == 1
+
+
+def check_over_two_devices() -> None:
+    """Found again, a step over two devices does the same, and its pool stays where it was."""
+    with TemporaryDirectory() as directory:
+        parallel = tj.TensorParallel.of(CONFIG, plan_of(), 2)
+        params = parallel.place(random_params(CONFIG, 0))
+        out = []
+        for _ in range(2):
+            store = ProgramStore(Path(directory), CONFIG, plan_of(), SCORER, parallel.size)
+            run = store.keep(
+                "step",
+                lambda p, c, chunk: parallel.step(p, SCORER, c, chunk, None),
+                lambda p, c, chunk: (0, c),
+            )
+            cache = parallel.init_cache(num_pages=40, max_requests=2, max_tokens=64, max_tail=8)
+            cache = tj.reserve(plan_of(), cache, np.int32(0), np.int32(16), np.int32(0))
+            chunk = tj.Chunk(np.int32(0), np.arange(8, 24, dtype=np.int32), np.int32(16))
+            logits, after = jax.jit(run, donate_argnums=1)(params, cache, chunk)
+            assert cache.pool.is_deleted() and after.pool.sharding == parallel.of_pool
+            out.append((store.made, store.found, np.asarray(logits), np.asarray(after.pool)))
+    (*first, logits, pool), (*second, logits_again, pool_again) = out
+    assert (first, second) == ([1, 0], [0, 1])
+    np.testing.assert_array_equal(logits, logits_again)
+    np.testing.assert_array_equal(pool, pool_again)
+
+
+def test_over_two_devices():
+    on_simulated_devices(__file__, "check_over_two_devices", 2)

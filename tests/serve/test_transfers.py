@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
 
 import tangram_jax as tj
 from models.testing import tiny_config
@@ -29,7 +30,7 @@ def setting(monkeypatch):
     monkeypatch.setattr(transfers, "BLOCK_BYTES", 8 * page)
     monkeypatch.setattr(transfers, "MOST_UNDER_WAY", 20 * page)
     device = jax.local_devices()[0]
-    moved = Transfers(device, page, cache.layout.width, 2**30)
+    moved = Transfers(SingleDeviceSharding(device), page, cache.layout.width, 2**30)
     return plan, jax.device_put(cache, device), moved
 
 

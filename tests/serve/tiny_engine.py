@@ -71,7 +71,8 @@ def tiny_runner(kind: str, drafts: int = 0, devices: int = 1) -> Runner:
     if kind in ("ragged", "gpu"):
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
     plan = tj.CachePlan.build(
-        profile, heads_per_page=2, page_size=16 if kind == "gpu" else 8, cluster="model", window=16, min_entries=0,
+        profile, heads_per_page=2, page_size=16 if kind == "gpu" else 8,
+        cluster="layer" if devices > 1 else "model", window=16, min_entries=0,
         sliding=tj.SlidingLayers.of(config, MAX_TAIL), max_retention=float(kind in ("ragged", "gpu")),
     )  # fmt: skip
     return Runner(
@@ -85,7 +86,7 @@ def tiny_runner(kind: str, drafts: int = 0, devices: int = 1) -> Runner:
         max_model_len=LENGTH,
         max_tail=MAX_TAIL,
         cache_dtype={"gpt_oss": jnp.uint8, "gpu": jnp.bfloat16}.get(kind, jnp.float32),
-        host_bytes=HOST if devices == 1 else 0,
+        host_bytes=HOST,
         parallel=TensorParallel.of(config, plan, devices) if devices > 1 else None,
     )
 
