@@ -54,7 +54,7 @@ class Transfers:
         """`pool`: where the pool lies; a block lies there in the same way."""
         self._sizes, self._page_bytes, self._host_bytes = _sizes(page_bytes, widest), page_bytes, host_bytes
         self._most = under_way_bytes(page_bytes, widest, host_bytes)
-        self._pins = next(iter(pool.device_set)).platform == "gpu"
+        self._pins = jax.default_backend() == "gpu"
         self._here = pool
         self._host = self._here.with_memory_kind("pinned_host")  # a CPU has that kind as well
         self._under_way: deque[Any] = deque()  # arrays
