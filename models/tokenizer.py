@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
 # Tokens that end a turn or a text. Those in the vocabulary stop generation besides the model's own list.
@@ -80,6 +81,16 @@ class Tokenizer:
             return given
         return given.get("tool_use" if with_tools and "tool_use" in given else "default")
 
+    def use_chat_template(self, template: str) -> None:
+        """From now on this one, in Jinja, with or without tools. Raises ChatTemplateError for what Jinja cannot read."""
+        before, self._fast.chat_template = self._fast.chat_template, template
+        try:
+            self.render_chat([{"role": "user", "content": "Hello"}])
+        except ChatTemplateError as error:  # a template may well reject this conversation
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                self._fast.chat_template = before
+                raise ChatTemplateError(f"line {error.__cause__.lineno}: {error.__cause__}") from error
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -140,7 +151,9 @@ class Tokenizer:
     ) -> str:
         """The text that `apply_chat_template` encodes."""
         if not self.has_chat_template:
-            raise ChatTemplateError("this model has no chat template: use /v1/completions instead")
+            raise ChatTemplateError(
+                "this model has no chat template: use /v1/completions instead, or start the server with --chat-template"
+            )
         try:
             text = self._fast.apply_chat_template(
                 [dict(message) for message in messages],

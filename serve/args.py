@@ -50,6 +50,7 @@ class ServeConfig:
     quantization: str | None = None  # of the weights as they are loaded; None: as --dtype says
     kv_cache_dtype: str = "auto"  # as the model's, or int8
     max_model_len: int | None = None  # tokens; None: the model's
+    chat_template: str | None = None  # a file, or the template itself; None: the tokenizer's
     seed: int = 0
     generation_config: str = "auto"  # whose defaults for sampling: the model's own, or none
 

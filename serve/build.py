@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from models.sharding import tensor_mesh
+from models.tokenizer import ChatTemplateError
 from pallas_kernels import byte_pages, ragged_decode
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import Buckets, make_buckets
@@ -68,6 +69,19 @@ def sampling_defaults(config: ServeConfig, model: LoadedModel) -> dict[str, Any]
     return defaults
 
 
+def read_chat_template(given: str) -> str:
+    """The template that --chat-template gives. Raises ConfigError for neither a file that can be read nor a template."""
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if "{" in given:  # of which no template has none
+            return given
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--chat-template {given} cannot be read ({why}): write the path of a Jinja template, or the template itself"
+        ) from error
+
+
 def build(config: ServeConfig, *, progress: bool = True, programs: Path | None = None) -> Built:
     """Load, plan and allocate. Raises ConfigError, or the loader's errors, with what to do instead.
 
@@ -78,6 +92,7 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     on_gpu = jax.default_backend() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     cache_dtype(config, dtype)  # what is wrong with it is said before minutes of loading
+    template = read_chat_template(config.chat_template) if config.chat_template is not None else None
     devices = config.tensor_parallel_size
     if devices > jax.device_count():
         raise ConfigError(
@@ -92,6 +107,11 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
         quantization=config.quantization,
         mesh=tensor_mesh(devices) if devices > 1 else None,
     )
+    if template is not None:
+        try:
+            model.tokenizer.use_chat_template(template)
+        except ChatTemplateError as error:
+            raise ConfigError(f"--chat-template is no Jinja template: {error}. Mend it there") from error
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
 

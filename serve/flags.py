@@ -59,6 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest prompt plus generation, in tokens"
     )
+    model.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template of conversations in place of the tokenizer's: a file, or the template itself",
+    )
     model.add_argument("--seed", type=int, help="of requests that bring none (default 0)")
     model.add_argument(
         "--generation-config",

@@ -100,6 +100,24 @@ def test_the_template_for_tools():
     assert tiny_tokenizer(chat_template={"default": "{{ 1 }}"}).chat_template(with_tools=True) == "{{ 1 }}"
 
 
+def test_another_chat_template():
+    tokenizer = tiny_tokenizer(chat_template={"default": "{{ 1 }}", "tool_use": "{{ 2 }}"})
+    with pytest.raises(ChatTemplateError, match=r"line 2: .*'endif'"):
+        tokenizer.use_chat_template("\n{% endif %}")
+    assert tokenizer.chat_template() == "{{ 1 }}"
+    tokenizer.use_chat_template(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% break %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+    assert (
+        tokenizer.render_chat(messages)
+        == tokenizer.render_chat(messages, tools=[{"name": "f"}])
+        == "user: x\n"
+    )
+    tokenizer.use_chat_template("{{ raise_exception('the first message must be of the system') }}")
+    assert tokenizer.has_chat_template
+
+
 def test_chat_template_errors():
     tokenizer = tiny_tokenizer()
     tokenizer._fast.chat_template = "{{ raise_exception('roles must alternate') }}"

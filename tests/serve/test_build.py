@@ -10,7 +10,7 @@ from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from serve.args import DIVISIONS, ConfigError, ServeConfig
 from serve.buckets import make_buckets
-from serve.build import build, build_engine, sampling_defaults
+from serve.build import build, build_engine, read_chat_template, sampling_defaults
 from serve.flags import make_parser, parse_args
 from tangram_jax import plan
 from tangram_jax.profile import BudgetProfile
@@ -153,6 +153,28 @@ def test_several_prompts_share_a_step_if_asked_for(flags, places, packed):
     limits, buckets = engine._scheduler.limits, engine._runner.buckets
     assert (limits.packed_places, limits.packed_chunks) == (places, packed)
     assert (buckets.places, buckets.packed_chunks) == (places, packed)
+
+
+def test_a_chat_template_is_a_file_or_written_out(tmp_path, monkeypatch):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ 'ä' }}", encoding="utf-8")
+    assert read_chat_template(str(path)) == "{{ 'ä' }}"
+    assert read_chat_template("{{ messages }}" * 1000) == "{{ messages }}" * 1000
+    for wrong, why in (
+        (str(path) + "2", "No such file"),
+        (str(tmp_path), "Is a directory"),
+        ("a\0b", "null byte"),
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s)--chat-template .*{why}.* the path of a Jinja template"):
+            read_chat_template(wrong)
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    monkeypatch.setattr("serve.build.load_model", lambda *_, **__: model)
+    settings = {"num_pages": 900, "max_model_len": 128, "max_num_seqs": 1}
+    with pytest.raises(ConfigError, match="--chat-template is no Jinja template: line 1: "):
+        build(ServeConfig(chat_template="{% if %}", **settings))
+    built = build(ServeConfig(chat_template=str(path), **settings))
+    assert built.model.tokenizer.render_chat([{"role": "user", "content": "x"}]) == "ä"
 
 
 def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
