@@ -93,14 +93,18 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._encode(text, add_special_tokens).ids)
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and the range of characters that each covers."""
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._encode(text, add_special_tokens)
         return list(encoding.ids), list(encoding.offsets)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Any:
+        # As a batch of one: other threads run meanwhile, which `encode` keeps waiting for a second a megabyte.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""

@@ -64,7 +64,11 @@ class _Conversation(RequestModel):
     output_format: dict[str, Any] | None = None  # the older place of output_config.format
 
     def _as_chat(self) -> dict[str, Any]:
-        chat: dict[str, Any] = {"model": self.model, "messages": messages_of(self.messages, self.system)}
+        messages = messages_of(self.messages, self.system)
+        chat: dict[str, Any] = {"model": self.model, "messages": messages}
+        last = messages[-1]
+        if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+            chat["continue_final_message"] = True  # the answer goes on from there
         if len(self.tools) > MAX_TOOLS:
             raise _fault("tools", f"at most {MAX_TOOLS} tools are possible")
         chat["tools"] = [_tool(tool, n) for n, tool in enumerate(self.tools)]

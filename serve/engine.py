@@ -225,7 +225,20 @@ class Engine:
                 TokenOutput(finish_reason="error", error=message),
             )
             return
-        base = request.sampling.seed
+        how = request.sampling
+        try:
+            grammars = [
+                how.grammar.start(ignore_end=how.ignore_eos) if how.grammar else None
+                for _ in range(request.n)
+            ]
+        except GrammarFailure as error:
+            for choice in range(request.n):
+                self._emit(
+                    Sequence(request, choice, on_output, 0, 0, self._runner.plan.group_ppm),
+                    TokenOutput(choice=choice, finish_reason="error", error=str(error)),
+                )
+            return
+        base = how.seed
         first: Sequence | None = None
         made = []
         for choice in range(request.n):
@@ -233,8 +246,7 @@ class Engine:
             self._arrivals += 1
             budgets = self._scheduler.budgets(request.retention)
             sequence = Sequence(request, choice, on_output, seed, self._arrivals, budgets, parent=first)
-            if request.sampling.grammar:
-                sequence.grammar = request.sampling.grammar.start(ignore_end=request.sampling.ignore_eos)
+            sequence.grammar = grammars[choice]
             first = first or sequence
             made.append(sequence)
             self._scheduler.add(sequence)

@@ -236,20 +236,19 @@ class Generation:
                 if self._echo_scores and output.choice != 0:
                     self._early[p].append((now, p, output))
                     continue
-                self._start(p, output)
-                if self._echo_scores:
-                    await asyncio.sleep(0)  # a long prompt has taken milliseconds: let the streams go on
+                await self._start(p, output)
                 for early in self._early[p]:
                     changed[self._feed(*early)] = None
             changed[self._feed(now, p, output)] = None
         return list(changed)
 
-    def _start(self, p: int, output: TokenOutput) -> None:
+    async def _start(self, p: int, output: TokenOutput) -> None:
         """The first output of choice 0 brings the prompt's log-probabilities, which stand before all choices."""
         self._started[p] = True
         if self._echo:
             for choice in self.choices[p * self._n : (p + 1) * self._n]:
                 choice.echo(self._prompts[p].text, self._prompts[p].ids, output.prompt_logprobs)
+                await asyncio.sleep(0)  # a long prompt has taken milliseconds: let the streams go on
 
     def _feed(self, now: float, p: int, output: TokenOutput) -> int:
         """Hand an output to its choice; the choice's index."""

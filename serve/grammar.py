@@ -22,7 +22,8 @@ from serve.text import TextTokenizer
 from tangram_jax.sampling_filters import mask_words
 
 TRIAL_SECONDS = 20.0  # after which a trial is ended; by itself it ends after far fewer seconds of a processor
-SLOW_STEP = 0.25  # seconds of the engine's thread after which a choice ends: others wait for it
+# Seconds of the engine's thread, in which all others wait, after which a choice ends: so many, and more for every token.
+SLOW_STEP, SLOW_TOKEN = 0.25, 0.002
 # Without it the text that must come next is put into tokens by the tokenizer: that calls Python from the engine's thread,
 # and knows no limit (`x{1000}` nested three times).
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -137,9 +138,12 @@ class Grammar:
             raise GrammarError("it allows no text at all, or only the empty one")
 
     def start(self, *, ignore_end: bool = False) -> "GrammarState":
-        """The state before the first token. `ignore_end`: go on as long as the grammar can."""
+        """The state before the first token. `ignore_end`: go on as long as the grammar can. Raises GrammarFailure."""
         with self._lock:  # the library refuses to copy what another thread uses
-            matcher = self._matcher.deep_copy()
+            try:
+                matcher = self._matcher.deep_copy()
+            except BaseException as panic:
+                raise _failure(panic) from panic
         return GrammarState(matcher, self._first.copy(), self._vocabulary, ignore_end)
 
 
@@ -149,6 +153,7 @@ class GrammarState:
     def __init__(self, matcher: Any, mask: np.ndarray, vocabulary: Vocabulary, ignore_end: bool) -> None:
         self._matcher, self._vocabulary, self._ignore_end = matcher, vocabulary, ignore_end
         self.mask = mask
+        self._left = SLOW_STEP
         self._only_end()
 
     def advance(self, token: int) -> bool:
@@ -164,15 +169,12 @@ class GrammarState:
                     return True
                 _fill(self._matcher, self.mask)
             error = self._matcher.get_error()
-        except BaseException as panic:  # those of the library are no Exception
-            if isinstance(panic, (KeyboardInterrupt, SystemExit)):
-                raise
-            error = f"{type(panic).__name__}: {panic}"
+        except BaseException as panic:
+            raise _failure(panic) from panic
         if error:
-            raise GrammarFailure(
-                f"the grammar of this request cannot be followed any further: {_plain(error)}"
-            )
-        if time.thread_time() - began > SLOW_STEP:
+            raise _failure(error)
+        self._left += SLOW_TOKEN - (time.thread_time() - began)
+        if self._left < 0:
             raise GrammarFailure(
                 "the grammar of this request takes too long for every token: make it simpler"
             )
@@ -186,6 +188,14 @@ class GrammarState:
         if self._ignore_end:
             self.mask[:] = others
         return False
+
+
+def _failure(why: BaseException | str) -> BaseException:
+    """The GrammarFailure for an error or a panic of the library, which is no Exception; what ends the process as it is."""
+    if isinstance(why, (KeyboardInterrupt, SystemExit)):
+        return why
+    said = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
+    return GrammarFailure(f"the grammar of this request cannot be followed any further: {_plain(said)}")
 
 
 def _fill(matcher: Any, mask: np.ndarray) -> None:

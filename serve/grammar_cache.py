@@ -19,7 +19,7 @@ type _Key = tuple[str, str, str]
 
 
 class GrammarCache:
-    """One for a server. The vocabulary is built with the first grammar."""
+    """One for a server. The vocabulary is built at once, in a thread: for that long no other thread runs."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
         self._source = tokenizer, vocab_size, end_ids
@@ -28,6 +28,7 @@ class GrammarCache:
         # On the event loop alone.
         self._grammars: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
         self._executor = ThreadPoolExecutor(2, "grammar")
+        self._executor.submit(self._known)  # what is wrong with it, the first grammar says
 
     async def get(self, spec: GrammarSpec) -> Grammar:
         """The compiled grammar. Requests that come together with the same one wait for one compilation.
@@ -61,14 +62,18 @@ class GrammarCache:
         if self._grammars.get(key) is future:
             del self._grammars[key]
 
-    def _compile(self, spec: GrammarSpec) -> Grammar:
+    def _known(self) -> Vocabulary:
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(*self._source)
+        return self._vocabulary
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        vocabulary = self._known()
         try:
             if spec.thoughts:  # its own faults, and a trial that is not spent on thoughts
-                self._vocabulary.compile(spec._replace(thoughts="").lark)
-            return self._vocabulary.compile(spec.lark)
+                vocabulary.compile(spec._replace(thoughts="").lark)
+            return vocabulary.compile(spec.lark)
         except Exception:
             raise
         except BaseException as panic:  # those of the library are no Exception, and would end the event loop

@@ -109,7 +109,7 @@ class SamplingRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: list[str] | None = Field(default=None, fail_fast=True)
     guided_grammar: str | None = None
     kv_retention: float | None = Field(default=None, gt=0.0, le=1.0)  # of this server alone: its KV budgets
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from serve.errors import APIError, bad_request, renamed
 from serve.fields import RequestModel, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import INT64, MAX_TOP_LOGPROBS, PLATFORM_FIELDS, ChatRequest
 
+MAX_METADATA = 16  # as many as OpenAI takes
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")  # the latter: thoughts come in plain text anyway
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -23,6 +25,13 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+
+
+def _few_enough(metadata: object) -> object:
+    # Before they are looked at: validating a million of them would hold up every stream.
+    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
+        raise PydanticCustomError("metadata", f"at most {MAX_METADATA} entries are possible")
+    return metadata
 
 
 class _Text(RequestModel):
@@ -81,9 +90,9 @@ class ResponsesRequest(RequestModel):
     text: _Text = Field(default_factory=_Text)
     reasoning: _Reasoning = Field(default_factory=_Reasoning)
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    include: list[str] = Field(default_factory=list)
+    include: list[str] = Field(default_factory=list, fail_fast=True)
     stream: bool = False
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], BeforeValidator(_few_enough)] = Field(default_factory=dict)
 
     @classmethod
     def parse_chat(

@@ -204,7 +204,7 @@ class StructuredOutputs(RequestModel):
 
     schema_: Any = Field(None, alias="json")  # a field of that name would hide a method of the base class
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, fail_fast=True)
     grammar: str | None = None
     json_object: bool | None = None
 

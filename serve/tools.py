@@ -34,8 +34,8 @@ class Function(RequestModel):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", name):
-            raise PydanticCustomError("name", "a name has 1 to 64 letters, digits, underscores and dashes")
+        if not re.fullmatch("[A-Za-z0-9_-]{1,128}", name):
+            raise PydanticCustomError("name", "a name has 1 to 128 letters, digits, underscores and dashes")
         return name
 
     @field_validator("parameters")

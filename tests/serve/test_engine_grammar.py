@@ -99,6 +99,20 @@ def test_more_choices_than_rows(engine):
     assert all(re.fullmatch("[a-c]{2,7}", text(answer)) for answer in answers)
 
 
+def test_a_grammar_that_cannot_be_started_ends_its_request_alone(engine, monkeypatch):
+    broken = compiled("regex", "x+y")
+
+    def lost(**_):
+        raise GrammarFailure("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "start", lost)
+        answers = engine.ask(tokens_of(9), 3, grammar=broken).wait()
+    assert [(a.finish_reason, a.outputs[-1].error) for a in answers] == [("error", "lost")] * 3
+    engine.settle()
+    assert len(engine.answer(tokens_of(9), max_tokens=3).tokens) == 3
+
+
 def test_others_say_what_they_say_alone(engine):
     """The tokens of requests without a grammar, greedy or not, do not depend on the masks of other rows."""
     seeded = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "max_tokens": 40}

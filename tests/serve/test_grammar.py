@@ -1,10 +1,12 @@
 """Compiling grammars and following them token by token, over tokenizers of both kinds."""
 
 import asyncio
+import itertools
 import json
 import random
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -208,6 +210,31 @@ def test_a_grammar_that_takes_long_for_every_token_ends(monkeypatch):
     monkeypatch.setattr(grammar, "SLOW_STEP", -1.0)
     with pytest.raises(GrammarFailure, match="too long for every token"):
         TINY.compile(lark("regex", "ab")).start().advance(byte("a"))
+
+
+def test_a_grammar_that_takes_a_little_long_for_many_tokens_ends(monkeypatch):
+    """What a choice may take of the engine's thread is counted from its beginning."""
+    state = TINY.compile(lark("regex", "a*")).start()
+    clock = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock))
+    for _ in range(5):
+        state.advance(byte("a"))
+    with pytest.raises(GrammarFailure, match="too long for every token"):
+        state.advance(byte("a"))
+
+
+def test_a_grammar_that_cannot_be_started(monkeypatch):
+    compiled = TINY.compile(lark("regex", "ab"))
+
+    class PanicException(BaseException):
+        pass
+
+    def lost():
+        raise PanicException("lost")
+
+    monkeypatch.setattr(compiled, "_matcher", SimpleNamespace(deep_copy=lost))
+    with pytest.raises(GrammarFailure, match="PanicException: lost"):
+        compiled.start()
 
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'

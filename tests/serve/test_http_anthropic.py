@@ -138,6 +138,19 @@ def test_a_call_that_is_cut_has_what_is_there(server_of):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_begun_goes_on(server_of, stream):
+    server = server_of("generic")
+    for content in ("It is", [{"type": "text", "text": "It is"}]):
+        script(server, " blue.")
+        message = ask(server, stream, messages=[*HELLO, {"role": "assistant", "content": content}])
+        assert message["content"] == [{"type": "text", "text": " blue."}]
+        assert prompt(server).endswith("It is")
+    script(server, "Fine.")  # of nothing, nothing is gone on with
+    ask(server, stream, messages=[*HELLO, {"role": "assistant", "content": ""}])
+    assert not prompt(server).endswith("assistant\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_with_calls_goes_on(server_of, stream):
     """What came goes back as it is, with the results."""
     server = server_of("generic")
@@ -259,7 +272,7 @@ def test_tokens_are_counted(served):
             {"tools": [{"type": "web_search_20250305", "name": "s"}]},
             "tools of type 'web_search_20250305' are not",
         ),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "a name has 1 to 64 letters"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "a name has 1 to 128 letters"),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "some"}}, "'auto', 'any', 'tool' or 'none'"),
         (
             {"tools": FUNCTIONS, "tool_choice": {"type": "tool", "name": "x"}},
