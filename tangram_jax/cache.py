@@ -78,8 +78,14 @@ class Cache:
     def num_rows(self) -> int:
         return self.table.shape[0]
 
+    def known(self, rows: Any) -> jax.Array:
+        """`rows` i32[...], and `num_rows` for all that are of no row: a negative one would be counted from the end."""
+        rows = jnp.asarray(rows)
+        return jnp.where((rows >= 0) & (rows < self.num_rows), rows, self.num_rows)
+
     def row(self, row: Any) -> "Row":
         """What is known of `row` i32[...]; of a number of no row that it is empty."""
+        row = self.known(row)
         return Row(
             pages=self.table.at[row].get(mode="fill", fill_value=NO_PAGE),
             tokens=self.tokens.at[row].get(mode="fill", fill_value=0),
@@ -206,7 +212,7 @@ def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
 
 def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> jax.Array:
     """bool[R]: the columns of `row` that plan.group_pages(tokens, tail) pages of each group fill."""
-    pages = plan.group_pages(tokens, tail, cache.budgets[row])
+    pages = plan.group_pages(tokens, tail, cache.row(row).budgets)
     needed = jnp.minimum(pages, np.asarray(cache.layout.capacity, np.int32))
     return jnp.asarray(cache.layout.index) < needed[cache.layout.group]
 
@@ -215,10 +221,12 @@ def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, t
 def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Make `row` own at least plan.group_pages(tokens, tail) pages of each group; what it owns already stays.
 
-    The caller has counted: the missing pages must be free, or none is taken. A row's capacity bounds each group.
+    The caller has counted: the missing pages must be free, or none is taken. A row's capacity bounds each group. Of a number
+    of no row nothing happens, here and in the functions below.
     """
-    wanted = _columns(plan, cache, row, tokens, tail)
-    pages = cache.table[row]
+    row = cache.known(row)
+    wanted = _columns(plan, cache, row, tokens, tail) & (row < cache.num_rows)
+    pages = cache.row(row).pages
     cache, fresh = _take_pages(cache, wanted & (pages == NO_PAGE))
     return replace(cache, table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
 
@@ -226,7 +234,8 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group."""
-    pages = cache.table[row]
+    row = cache.known(row)
+    pages = cache.row(row).pages
     given = (pages != NO_PAGE) & ~_columns(plan, cache, row, tokens, tail)
     cache = _return_pages(cache, pages, given)
     return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
@@ -235,7 +244,8 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
     """Give back every page of `row`, and forget its tokens and what budgets it had of its own."""
-    pages = cache.table[row]
+    row = cache.known(row)
+    pages = cache.row(row).pages
     cache = _return_pages(cache, pages, pages != NO_PAGE)
     return replace(
         cache,
@@ -249,6 +259,7 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Array) -> Cache:
     """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released."""
+    row = cache.known(row)
     return replace(cache, budgets=cache.budgets.at[row].set(jnp.minimum(budgets, plan.most_ppm)))
 
 
@@ -261,20 +272,22 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     is what the row has reserved; with fewer `dst` stays empty.
     """
     layout, size = cache.layout, plan.page_size
-    pages = cache.table[src]
+    src, dst = cache.known(src), cache.known(dst)
+    pages, tokens, tail, budgets = cache.row(src)
     held = pages != NO_PAGE
-    full = plan.shared_group_pages(cache.tokens[src], cache.budgets[src])
+    full = plan.shared_group_pages(tokens, budgets)
     shared = held & (layout.index < full[layout.group])
     enough = (held & ~shared).sum() <= cache.num_free
+    enough &= (src < cache.num_rows) & (dst < cache.num_rows)
     shared &= enough
     cache, fresh = _take_pages(cache, held & enough & ~shared)
     cache = replace(
         cache,
         owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),
         table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
-        tokens=cache.tokens.at[dst].set(jnp.where(enough, cache.tokens[src], 0)),
-        tail=cache.tail.at[dst].set(jnp.where(enough, cache.tail[src], 0)),
-        budgets=cache.budgets.at[dst].set(cache.budgets[jnp.where(enough, src, dst)]),
+        tokens=cache.tokens.at[dst].set(jnp.where(enough, tokens, 0)),
+        tail=cache.tail.at[dst].set(jnp.where(enough, tail, 0)),
+        budgets=cache.budgets.at[dst].set(jnp.where(enough, budgets, cache.row(dst).budgets)),
     )
     # The pages to copy lie together: at most this many of each group, from its first unshared page on.
     most = -(-(plan.window + layout.max_tail) // size) + 1
@@ -308,7 +321,7 @@ def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) ->
 
     As many as its tail holds, and of the compressed ones as many as every group has whole at its end, min(window, entries of
     the smallest group). The entries go, the pages stay reserved. After reaching into the window, the next chunk must bring
-    the row to at least as many tokens as it had been compressed at. A number of no row is left out.
+    the row to at least as many tokens as it had been compressed at.
     """
     del plan
-    return replace(cache, tail=cache.tail.at[row].add(-count))
+    return replace(cache, tail=cache.tail.at[cache.known(row)].add(-count))

@@ -57,9 +57,9 @@ def step(
     chunks = [_placed(part, cache) for part in chunks]
     empty = 0  # tokens of empty slots
     if decode:
-        decode = Decode(_or_none(decode.rows, cache), jnp.asarray(decode.tokens), decode.counts)
-        beside, slots = sum(part.tokens.shape[0] for part in chunks), decode.rows.shape[0]
-        each = decode.tokens.size // slots
+        decode = Decode(cache.known(decode.rows), jnp.asarray(decode.tokens), decode.counts)
+        beside = sum(part.tokens.shape[0] for part in chunks)
+        each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
         more = -(-_missing_tokens(config, beside + decode.tokens.size) // each)
         decode, empty = _with_empty(decode, more, cache), more * each
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
@@ -179,12 +179,6 @@ def _missing_tokens(config: ModelConfig, tokens: int) -> int:
     return int(tokens == 1)
 
 
-def _or_none(rows: Any, cache: Cache) -> jax.Array:
-    """`rows` i32[...], and one number for all that are of no row: a negative one would be counted from the end."""
-    rows = jnp.asarray(rows)
-    return jnp.where((rows >= 0) & (rows < cache.num_rows), rows, cache.num_rows)
-
-
 def _with_empty(decode: Decode, empty: int, cache: Cache) -> Decode:
     """`decode` and so many empty slots."""
     if not empty:
@@ -206,8 +200,8 @@ def _there(decode: Decode, cache: Cache) -> jax.Array:
 
 def _placed(chunk: Chunk | Packed, cache: Cache) -> Chunk | Packed:
     if isinstance(chunk, Packed):
-        return Packed(_or_none(chunk.rows, cache), jnp.asarray(chunk.tokens), jnp.asarray(chunk.counts))
-    return chunk._replace(row=_or_none(chunk.row, cache))
+        return Packed(cache.known(chunk.rows), jnp.asarray(chunk.tokens), jnp.asarray(chunk.counts))
+    return chunk._replace(row=cache.known(chunk.row))
 
 
 def _flatten(

@@ -257,6 +257,30 @@ def test_any_number_of_no_row_is_an_empty_slot():
         np.testing.assert_array_equal(cache.pool, pool)
 
 
+@pytest.mark.parametrize("number", [-1, -3, 3, 99])
+def test_what_is_done_to_a_number_of_no_row_does_nothing(number):
+    plan = plan_of("1.0", 2, 8)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(20), np.int32(12))
+    _, cache = prefill(plan, cache, random_tokens(20), 10)
+    _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([number, 1]), tokens=np.array([5, 6]))
+    cache = tj.reserve(plan, cache, cache.num_rows - 1, 9, 0)
+    number = number if number < 0 else number - 3 + cache.num_rows
+    assert int(cache.row(number).tokens) == 0 and (np.asarray(cache.row(number).pages) < 0).all()
+    want = jax.tree.map(np.asarray, cache)
+    for function, *rest in (
+        (tj.reserve, number, 9, 3),
+        (tj.trim, number, 0, 0),
+        (tj.release, number),
+        (tj.set_budgets, number, np.full_like(plan.group_ppm, 1000)),
+        (tj.fork, number, 0),
+        (tj.fork, 1, number),
+        (tj.rollback, np.array([number, 0]), np.array([2, 0])),
+    ):
+        cache = function(plan, cache, *rest)
+        for got, kept in zip(jax.tree.leaves(cache), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(got, kept, err_msg=function.__name__)
+
+
 @pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), (3, 8), (4, 4)])
 def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, monkeypatch):
     """As on a GPU: see `_missing_tokens`."""
