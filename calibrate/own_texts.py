@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from calibrate.samples import TextSample, TextTokenizer
+from calibrate.samples import TextSample, TextTokenizer, chat_tokens
 
 HELDOUT_EVERY = 3  # of three documents, one is held out
 TOKEN_CHARACTERS = (
@@ -116,9 +116,7 @@ def _encode(tokenizer: TextTokenizer, content: str) -> tuple[int, ...]:
     text = json.loads(content)
     if isinstance(text, str):
         return tuple(tokenizer.encode(text))
-    if tokenizer.has_chat_template:
-        return tuple(tokenizer.apply_chat_template(text, add_generation_prompt=False))
-    return tuple(tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in text)))
+    return tuple(chat_tokens(tokenizer, text))
 
 
 def _from(document: Content, paragraph: int, most: int) -> str:

@@ -131,12 +131,7 @@ def _sample(split: Split, tokenizer: TextTokenizer, tokens: int, seed: int, inde
     while True:
         rng = random.Random(f"{split}/{kind}/{seed}/{index}")  # strings seed alike on every platform
         source, content = BUILDERS[kind](split, rng, characters)
-        if isinstance(content, str):
-            ids = tokenizer.encode(content)
-        elif tokenizer.has_chat_template:
-            ids = tokenizer.apply_chat_template(content, add_generation_prompt=False)
-        else:
-            ids = tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in content))
+        ids = tokenizer.encode(content) if isinstance(content, str) else chat_tokens(tokenizer, content)
         if len(ids) >= tokens:
             return TextSample(kind, source, np.asarray(ids[:tokens], np.int32))
         if characters > 100 * tokens + 10_000:
@@ -144,6 +139,29 @@ def _sample(split: Split, tokenizer: TextTokenizer, tokens: int, seed: int, inde
                 f"the shipped texts for {kind} samples are too short for {tokens} tokens: ask for shorter samples"
             )
         characters *= 2
+
+
+def chat_tokens(tokenizer: TextTokenizer, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of a conversation by the model's template, or as a text if it has none.
+
+    What a template that takes no message of the system is told by one goes before the first one of the user. Raises
+    ValueError where it takes the conversation in neither form.
+    """
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages))
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    except ValueError as error:
+        system, *rest = messages
+        try:
+            if system["role"] == "system" and rest and rest[0]["role"] == "user":
+                first = rest[0] | {"content": f"{system['content']}\n\n{rest[0]['content']}"}
+                return tokenizer.apply_chat_template([first, *rest[1:]], add_generation_prompt=False)
+        except ValueError:
+            pass  # it has something else against it
+        raise ValueError(
+            f"{error} (of the conversation that begins with {str(system['content'])[:60]!r})"
+        ) from error
 
 
 # -- builders: (split, rng, least number of characters) -> (source, text or chat messages)

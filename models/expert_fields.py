@@ -15,7 +15,7 @@ QWEN3_MOE_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 MIXTRAL_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 2, "rope_theta": 1e6,
 }  # fmt: skip
 
 

@@ -39,6 +39,11 @@ class GGUFFile:
         except (ValueError, IndexError) as error:
             raise UnsupportedModelError(f"{path} is not a readable GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        parts = self.field("split.count", 0)
+        if parts > 1:
+            raise UnsupportedModelError(
+                f"{path} is one of {parts} parts of a model: put them together with llama.cpp's llama-gguf-split --merge"
+            )
         self._architecture = self.field("general.architecture")
         self.config = self._config()
 

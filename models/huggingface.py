@@ -77,7 +77,12 @@ class HuggingFaceDirectory:
         """Opens all safetensors files and lists their tensors; no weights are read yet."""
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(_read_json(index)["weight_map"].values()))
+            try:
+                files = sorted({str(name) for name in _read_json(index)["weight_map"].values()})
+            except (KeyError, AttributeError, TypeError) as error:
+                raise UnsupportedModelError(
+                    f"{index} does not say in which file each tensor is ('weight_map'): fetch it again"
+                ) from error
         else:
             files = sorted(
                 p.name for p in self.path.glob("*.safetensors") if not p.name.startswith("consolidated")
@@ -123,7 +128,12 @@ class HuggingFaceDirectory:
             raise UnsupportedModelError(
                 f"{self.path} has no tokenizer.json: only fast tokenizers are supported"
             )
-        fast = PreTrainedTokenizerFast.from_pretrained(self.path, clean_up_tokenization_spaces=False)
+        try:
+            fast = PreTrainedTokenizerFast.from_pretrained(self.path, clean_up_tokenization_spaces=False)
+        except Exception as error:  # whatever a damaged file makes of the library's code
+            raise UnsupportedModelError(
+                f"{self.path / 'tokenizer.json'} cannot be read ({type(error).__name__}: {error}): fetch it again"
+            ) from error
         return Tokenizer(fast, self.config.eos_token_ids)
 
 

@@ -245,8 +245,8 @@ class CachePlan:
         return int((self.lengths(tokens, budgets).astype(np.int64) * heads).sum())
 
     def retention(self, tokens: int = 1 << 16) -> float:
-        """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding."""
-        return self.entries(tokens) / (tokens * self.group_of.size)
+        """Kept fraction really reached at `tokens` tokens, in entries: after Eq. 5, grouping and rounding; of none all."""
+        return self.entries(tokens) / (tokens * self.group_of.size) if tokens else 1.0
 
     def split_map(self, num_ctas: int) -> np.ndarray:
         """int32[L, K]: CTAs for each head of a request that has `num_ctas` in every layer (paper, Algorithm 1).

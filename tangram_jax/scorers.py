@@ -324,8 +324,10 @@ def get_scorer(name: str, **options: Any) -> Scorer:
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
     for field in fields:
         value = options.get(field.name)
-        if field.type in (int, "int") and value is not None and not isinstance(value, int):
-            raise ValueError(f"scorer {name}: {field.name} must be a whole number, found {value!r}")
+        if field.type in (int, "int") and value is not None:
+            if not isinstance(value, (int, np.integer)):
+                raise ValueError(f"scorer {name}: {field.name} must be a whole number, found {value!r}")
+            options[field.name] = int(value)
     return cls(**options)
 
 

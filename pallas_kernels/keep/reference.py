@@ -41,7 +41,7 @@ def write_pages_reference(
         parts = zip(byte_pages.quantise(kv), byte_pages.split(old), strict=True)
         fresh = byte_pages.join(*(paged(*part) for part in parts))
     else:
-        fresh = paged(kv, old).astype(pool.dtype)
+        fresh = paged(kv.astype(pool.dtype), old)
     target = jnp.where(pages >= 0, pages, pool.shape[0])
     return pool.at[target].set(fresh, mode="drop")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import calibrate.samples as samples
-from calibrate.samples import MIX, calibration_samples, heldout_samples
+from calibrate.samples import MIX, calibration_samples, chat_tokens, heldout_samples
 from models.testing import tiny_tokenizer
 
 
@@ -61,6 +61,28 @@ def test_chats_use_the_template_and_quote_the_passage(tokenizer):
     assert text.startswith("<|im_start|>system\n")
     answer = text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0]
     assert answer and answer in text.split("<|im_start|>assistant\n")[0]
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if loop.index0 % 2 != (m.role == 'assistant') %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+)
+
+
+def test_a_template_that_takes_no_system_message():
+    """As Gemma 2's: what it says goes to the user's first message."""
+    tokenizer = tiny_tokenizer(chat_template=NO_SYSTEM)
+    chat = heldout_samples(tokenizer, 2, 500)[1]
+    text = tokenizer.decode(chat.tokens.tolist())
+    assert text.startswith(
+        "<user>You are a careful reader. Answer from the text that you are given.\n\nHere is"
+    )
+    messages = [{"role": role, "content": f"It is {role}."} for role in ("user", "user")]
+    with pytest.raises(ValueError, match=r"roles must alternate .*begins with 'It is user\.'"):
+        chat_tokens(tokenizer, messages)
+    with pytest.raises(ValueError, match="System role not supported"):
+        chat_tokens(tokenizer, [{"role": "system", "content": "x"}, *messages])
 
 
 def test_without_a_chat_template(tokenizer, monkeypatch):

@@ -158,6 +158,10 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
         load_model(tmp_path / "text.gguf")
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' not supported"):
         load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="tekken"))
+    with pytest.raises(
+        UnsupportedModelError, match=r"one of 3 parts of a model: .* llama-gguf-split --merge"
+    ):
+        load_model(write_gguf(tmp_path / "p.gguf", source, config, ints={"split.count": 3}))
     half = {"llama.rope.dimension_count": config.head_dim // 2}
     with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
         load_model(write_gguf(tmp_path / "h.gguf", source, config, ints=half))

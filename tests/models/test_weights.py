@@ -230,6 +230,16 @@ def test_bad_directories(tmp_path):
     shutil.copytree(GOLDEN / "tiny_untied_llama3", tmp_path / "m")
     with pytest.raises(UnsupportedModelError, match=r"no tokenizer.json"):
         load_model(tmp_path / "m", progress=False)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer.json cannot be read \(KeyError: "):
+        load_model(tmp_path / "m", progress=False)
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    for wrong in ("{}", '{"weight_map": ["a"]}'):
+        shutil.copy(index, tmp_path / "index.json")
+        index.write_text(wrong)
+        with pytest.raises(UnsupportedModelError, match=r"index.json does not say in which file"):
+            HuggingFaceDirectory(tmp_path / "m").open()
+        shutil.copy(tmp_path / "index.json", index)
     (tmp_path / "m" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match=r"lacks weight files .*00002-of-00002"):
         HuggingFaceDirectory(tmp_path / "m").open()
