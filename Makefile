@@ -1,10 +1,13 @@
 # Two commands: `make serve` and `make test`. Both set up everything in .venv first.
+COMMA := ,
 PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 MODEL ?= smollm2-135m-instruct
 SERVE_FLAGS ?=
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+EXTRAS ?= $(if $(GPU),test$(COMMA)cuda,test)
 
 .PHONY: serve test lint slow gpu clean
 
@@ -16,7 +19,7 @@ serve: $(READY)
 QUICK := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 
 test: lint
-	XLA_FLAGS="$(QUICK) $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK) $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -25,9 +28,9 @@ lint: $(READY)
 
 # What takes minutes: long property tests and the real model.
 slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m slow
 
-# On a machine with an NVIDIA GPU and jax[cuda13] installed.
+# On a machine with an NVIDIA GPU: the other tests are of the CPU, whatever there is.
 gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu
 
@@ -35,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -216,14 +216,15 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--heads-per-page", type=int, default=4)
     parser.add_argument("--pool-gib", type=float, default=60.0)
-    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
+    cases = ", ".join(f"{n}: {batch} x {tokens}" for n, (batch, tokens) in enumerate(CASES))
+    parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))), help=cases)
     parser.add_argument(
         "--empty-slots", type=int, default=0, help="decode slots without a request, beside the others"
     )
     parser.add_argument("--drafts", type=int, default=0, help="each case with so many drafts after it")
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
-    parser.add_argument("--fp8", action="store_true", help="weights of the dense products in FP8")
+    parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()

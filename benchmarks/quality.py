@@ -354,7 +354,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="weights",
         choices=FP8,
-        help="compare the dense products' weights in FP8 with those of float32; dynamic: many tokens too",
+        help="compare the products' weights in FP8 with those of float32; dynamic: many tokens too",
     )
     out.add_argument("--samples", type=int, default=40)
     out.add_argument("--context", type=int, default=1536)

@@ -33,7 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     default = ServeConfig()
     model = parser.add_argument_group("model")
-    model.add_argument("--model", help=f"name, hub name or directory (default {default.model})")
+    model.add_argument(
+        "--model", help=f"short name, hub name, directory or .gguf file (default {default.model})"
+    )
     model.add_argument(
         "--served-model-name",
         dest="served_model_names",

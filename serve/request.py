@@ -138,7 +138,11 @@ class EngineStats:
 
 
 class RequestRejected(ValueError):
-    """`submit` refuses this request for good (e.g. it needs more pages than the pool has): HTTP 400."""
+    """`submit` refuses this request for good (e.g. it needs more pages than the pool has): HTTP 400, for a field of it."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class EngineUnavailable(RuntimeError):

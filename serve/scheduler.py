@@ -58,7 +58,8 @@ class Scheduler:
         except ValueError as error:
             raise RequestRejected(
                 f"a request may keep at most {self.plan.max_retention:g} of its KV cache here, not {retention:g}: ask for "
-                "less, or start the server with a higher --max-retention"
+                "less, or start the server with a higher --max-retention",
+                "kv_retention",
             ) from error
         total = prompt_length + max_tokens
         if total > self.limits.max_model_len:

@@ -102,7 +102,7 @@ class Submission:
                 self._engine.submit(request, on_output)
             except RequestRejected as error:
                 self.close()
-                raise bad_request(str(error), "prompt", "request_rejected") from None
+                raise bad_request(str(error), error.field, "request_rejected") from None
             except EngineUnavailable as error:
                 self.close()
                 raise unavailable(str(error)) from None

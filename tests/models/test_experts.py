@@ -145,6 +145,10 @@ def test_fields_of_mixtral():
     config = config_of("tiny_mixtral")
     assert (config.num_experts, config.experts_per_token, config.expert_size) == (4, 2, 48)
     assert config.normalize_experts and not config.qk_norm
+    fields = {"architectures": ["MixtralForCausalLM"], "vocab_size": 10, "num_hidden_layers": 2}
+    fields |= {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8}
+    published = config_from_huggingface(fields, "x")  # what transformers takes where the file says nothing
+    assert (published.rope_theta, published.num_kv_heads, published.num_experts) == (1e6, 8, 8)
 
 
 @pytest.mark.parametrize(

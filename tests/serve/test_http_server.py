@@ -87,8 +87,13 @@ def test_documentation_shows_the_bodies(served):
 
 def test_engine_refusals(served):
     served.engine.reject = RequestRejected("needs 40 pages, the pool has 12")
-    with pytest.raises(openai.BadRequestError, match="needs 40 pages"):
+    with pytest.raises(openai.BadRequestError, match="needs 40 pages") as refused:
         served.openai.completions.create(model="tiny", prompt="x")
+    assert refused.value.param == "prompt"
+    served.engine.reject = RequestRejected("keeps too much", "kv_retention")
+    with pytest.raises(openai.BadRequestError, match="keeps too much") as refused:
+        served.openai.completions.create(model="tiny", prompt="x")
+    assert refused.value.param == "kv_retention"
     served.engine.reject = EngineUnavailable("the queue is full")
     with pytest.raises(openai.InternalServerError, match="the queue is full") as caught:
         served.openai.completions.create(model="tiny", prompt="x", stream=True)
