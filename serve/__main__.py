@@ -86,6 +86,15 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
     return engine, server, listener
 
 
+def log_handler(console: Console) -> logging.Handler:
+    """For a terminal as wide as that is; for a file or a pipe each message on one line."""
+    if console.is_terminal:
+        return RichHandler(console=console, show_path=False)
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return handler
+
+
 def main() -> int:
     """Exit status: 0 after a clean shutdown, 1 if the device was lost, 2 for a configuration that cannot work.
 
@@ -97,7 +106,7 @@ def main() -> int:
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(message)s",
-        handlers=[RichHandler(console=console, show_path=False)],
+        handlers=[log_handler(console)],
     )
     for noisy in ("jax", "absl", "orbax", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -114,7 +123,9 @@ def main() -> int:
             if "RESOURCE_EXHAUSTED" not in fault:
                 raise
             fault += f"\n{OUT_OF_MEMORY}"
-        console.print(f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False)
+        console.print(
+            f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
         log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))

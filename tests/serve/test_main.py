@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import io
+import logging
 import re
 import signal
 import socket
@@ -11,7 +13,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from rich.console import Console
 
+from serve.__main__ import log_handler
 from serve.args import ConfigError
 from serve.server import bind
 
@@ -93,6 +97,14 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
         _, errors = process.communicate(timeout=30)
     assert "Traceback" not in errors
     assert process.returncode in (0, -number)
+
+
+def test_a_message_in_a_file_is_one_line():
+    console = Console(file=io.StringIO(), width=40)
+    record = logging.makeLogRecord({"msg": "word " * 60, "levelname": "WARNING"})
+    log_handler(console).handle(record)
+    (line,) = console.file.getvalue().splitlines()
+    assert line.endswith("WARNING " + "word " * 60)
 
 
 def test_a_port_in_use_is_found_before_anything_is_loaded(taken: socket.socket) -> None:
