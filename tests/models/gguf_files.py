@@ -34,12 +34,16 @@ def write_gguf(
     flags=None,
     pieces=None,
     mxfp4=False,
+    tensors_of_a_part=0,
 ):
     """The tiny checkpoint as llama.cpp would write it; q/k of Llama permuted, names mapped, Gemma's offset in its norms.
 
     With the tiny tokenizer, or a SentencePiece one: `pieces` are (token, score, type). `mxfp4`: the experts are stored so.
+    `tensors_of_a_part`: if given, in several files.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(
+        path, architecture, split_max_tensors=tensors_of_a_part, small_first_shard=bool(tensors_of_a_part)
+    )
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)

@@ -13,7 +13,7 @@ import pytest
 from models.config import RopeScaling, UnsupportedModelError
 from models.gguf import GGUFFile, unpermute_rope
 from models.gguf_tokenizer import _pre_tokenizer
-from models.huggingface import HuggingFaceDirectory
+from models.huggingface import HuggingFaceDirectory, ModelNotFoundError
 from models.registry import load_model
 from models.weights import WeightMismatchError, assemble_params
 from tests.models.checkpoints import GOLDEN, Tensors
@@ -149,6 +149,23 @@ def test_gguf_rope_is_scaled_linearly_unless_it_says_otherwise(key, gguf_tiny, t
     assert load_model(path, progress=False).config.rope_scaling.factors == (4.0,) * 4 + (8.0,) * 4
 
 
+def test_gguf_in_parts(gguf_tiny, tmp_path, cache):
+    """As llama-gguf-split cuts it; any part will do."""
+    source, config = gguf_tiny
+    whole = load_model(write_gguf(tmp_path / "tiny.gguf", source, config), progress=False)
+    write_gguf(tmp_path / "parts.gguf", source, config, tensors_of_a_part=9)
+    first, *others = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(others) > 1
+    for path in (first, others[-1]):
+        model = load_model(path, progress=False)
+        assert model.name == "parts" and model.config.replace(name="tiny") == whole.config
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), model.params, whole.params))
+    assert len(list((cache / "converted").iterdir())) == 2  # converted once
+    others[0].unlink()
+    with pytest.raises(ModelNotFoundError, match=rf"{first.name} is one of .* lacks {others[0].name}"):
+        load_model(first, progress=False)
+
+
 def test_gguf_errors(gguf_tiny, tmp_path, cache):
     source, config = gguf_tiny
     with pytest.raises(UnsupportedModelError, match="architecture gemma not supported"):
@@ -158,9 +175,7 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
         load_model(tmp_path / "text.gguf")
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' not supported"):
         load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="tekken"))
-    with pytest.raises(
-        UnsupportedModelError, match=r"one of 3 parts of a model: .* llama-gguf-split --merge"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"one of 3 parts: .* NAME-00001-of-00003\.gguf"):
         load_model(write_gguf(tmp_path / "p.gguf", source, config, ints={"split.count": 3}))
     half = {"llama.rope.dimension_count": config.head_dim // 2}
     with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
