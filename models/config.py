@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from models.expert_fields import MIXTRAL_DEFAULTS, QWEN3_MOE_DEFAULTS, read_experts
+from models.expert_fields import MIXTRAL_DEFAULTS, QWEN3_MOE_DEFAULTS, read_experts, with_counts
 from models.gemma import (
     GEMMA2,
     GEMMA2_DEFAULTS,
@@ -43,6 +43,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GEMMA3_ARCHITECTURES, GEMMA3_DEFAULTS),
     GPT_OSS: GPT_OSS_DEFAULTS,
 }  # fmt: skip
+
+
+ARCHITECTURES_OF: dict[str, tuple[str, ...]] = {  # by model_type
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "mixtral": ("MixtralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM",),
+    "gemma2": (GEMMA2,),
+    **dict.fromkeys(("gemma3", "gemma3_text"), GEMMA3_ARCHITECTURES),
+    "gpt_oss": (GPT_OSS,),
+}
 
 
 class UnsupportedModelError(ValueError):
@@ -182,10 +195,14 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         [str(x) for x in given] if isinstance(given, list) and given else [str(given or "(none given)")]
     )
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
-    config = {**ARCHITECTURES.get(architecture, {}), **config}
+    config = {**ARCHITECTURES.get(architecture, {}), **with_counts(config)}
     if architecture == GPT_OSS:
         config = with_rope(config)
     problems = _unsupported(config, architecture)
+    kind = config.get("model_type")
+    if architecture and architecture not in ARCHITECTURES_OF.get(str(kind), (architecture,)):
+        # Which of them it is cannot be told: the other's window or norms may be meant.
+        problems.append(f"{architecture} with model_type {kind!r}")
     if not architecture:
         problems.insert(0, f"architecture {', '.join(architectures)}")
     theta, scaling, wrong = read_rope(config)

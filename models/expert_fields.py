@@ -18,6 +18,15 @@ MIXTRAL_DEFAULTS: dict[str, Any] = {
     "num_experts_per_tok": 2, "rope_theta": 1e6,
 }  # fmt: skip
 
+# The first name is Mixtral's; later versions of transformers write it for all.
+_COUNTS = ("num_local_experts", "num_experts")
+
+
+def with_counts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json, the number of its experts under both names that there are for it, if it has one of them."""
+    said = {config[name] for name in _COUNTS if type(config.get(name)) is int}
+    return {**config, **dict.fromkeys(_COUNTS, said.pop())} if len(said) == 1 else dict(config)
+
 
 def read_experts(config: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], list[str]]:
     """(fields of ModelConfig, what is wrong) of a config.json with its defaults filled in; no fields without experts."""
@@ -27,11 +36,12 @@ def read_experts(config: Mapping[str, Any], architecture: str) -> tuple[dict[str
         sizes = {"expert_size": "moe_intermediate_size"}
     else:
         return {}, []
-    # The first name is Mixtral's; later versions of transformers write it for all.
-    named = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    named = _COUNTS[0] if config.get(_COUNTS[0]) is not None else _COUNTS[1]
     names = sizes | {"num_experts": named, "experts_per_token": "num_experts_per_tok"}
     wrong = [f"{name}={config.get(name)!r}" for name in names.values() if not is_whole(config.get(name))]
     layers, problems = _dense_layers(config)
+    if len({config[name] for name in _COUNTS if type(config.get(name)) is int}) > 1:
+        problems.append(" but ".join(f"{name}={config[name]}" for name in _COUNTS))
     if wrong or problems:
         return {}, wrong + problems
     fields: dict[str, Any] = {field: config[name] for field, name in names.items()}

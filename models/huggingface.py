@@ -76,7 +76,11 @@ class HuggingFaceDirectory:
     def open(self) -> None:
         """Opens all safetensors files and lists their tensors; no weights are read yet."""
         index = self.path / "model.safetensors.index.json"
-        if index.is_file():
+        if (
+            self.path / "model.safetensors"
+        ).is_file():  # alone, whatever else lies there: as transformers does
+            files = ["model.safetensors"]
+        elif index.is_file():
             try:
                 files = sorted({str(name) for name in _read_json(index)["weight_map"].values()})
             except (KeyError, AttributeError, TypeError) as error:
@@ -103,6 +107,10 @@ class HuggingFaceDirectory:
                 raise UnsupportedModelError(f"cannot read {self.path / name}: {error}") from error
             raw = Bytes(self.path / name)
             for key in file.keys():  # noqa: SIM118 (not a mapping)
+                if key in self._files:
+                    raise UnsupportedModelError(
+                        f"{self.path} has {key} in two files, {name} is one of them: leave only the model's own there"
+                    )
                 self._files[key] = file
                 found = file.get_slice(key)
                 self.shapes[key] = tuple(found.get_shape())

@@ -29,7 +29,7 @@ from models.packed_experts import can_stay_packed, kept_packed, larger_than_mxfp
 from models.params import Params, param_bytes
 from models.quantised import DequantisedTensors
 from models.tokenizer import Tokenizer
-from models.weights import TensorSource, assemble_params, experts_in_mxfp4
+from models.weights import TensorSource, assemble_params, experts_in_mxfp4, has_own_head
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -188,6 +188,12 @@ def _load_directory(directory: HuggingFaceDirectory, how: _How) -> LoadedModel:
         become = f"FP8, or {how.dtype.name}," if how.fp8 else how.dtype.name
         message = "The weights, quantised by %s, become %s as they are read: %.3g GB"
         log.warning(message, directory.quantisation.method, become, param_bytes(config, how.dtype) / 1e9)
+    if config.tie_embeddings and has_own_head(source):
+        said = (
+            "%s has a head of its own, although its config.json ties it to the embedding: the head is taken"
+        )
+        log.warning(said, config.name)
+        config = config.replace(tie_embeddings=False)
     config, params = _assemble(source, config, "huggingface", how)
     return LoadedModel(config, params, tokenizer, config.name, directory.sampling_defaults)
 

@@ -79,11 +79,14 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's fields under one name, of the full layers where there are sliding ones.
 
     transformers 5 writes rope_parameters with the base inside, earlier versions rope_scaling beside it. Where a file has
-    both, a user has added the older one, as many model pages say.
+    both, a user has added the older one, as many model pages say: of the newer one only the base stays,
+    unless it has one part for each type of layers.
     """
     fields: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        given = of_layers(config.get(name))
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    if isinstance(newer, Mapping) and isinstance(older, Mapping) and older and of_layers(newer) is newer:
+        newer = {key: newer[key] for key in ("rope_theta",) if key in newer}
+    for given in (of_layers(newer), of_layers(older)):
         if isinstance(given, Mapping):
             fields |= given
             if "type" in given and "rope_type" not in given:

@@ -150,6 +150,16 @@ def _names_here(source: TensorSource) -> dict[str, str]:
     return names
 
 
+def has_own_head(source: TensorSource) -> bool:
+    """Whether a Hugging Face checkpoint holds a head that is another matrix than its embedding."""
+    names = _names_here(source)
+    both = [names.get(f"{part}.weight") for part in ("lm_head", "model.embed_tokens")]
+    if None in both:
+        return False
+    head, embedding = (np.asarray(source.read(str(name))) for name in both)
+    return head.shape == embedding.shape and not np.array_equal(head, embedding)
+
+
 def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None:
     """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
     parts = _parts(config)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from models import conversion_cache, registry
 from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
@@ -116,7 +117,9 @@ def test_unsupported_configurations(changes, message):
 
 def test_configurations_of_several_versions():
     old = {
-        k: v for k, v in HF_CONFIG.items() if k not in ("rope_parameters", "head_dim", "num_key_value_heads")
+        k: v
+        for k, v in HF_CONFIG.items()
+        if k not in ("rope_parameters", "head_dim", "num_key_value_heads", "model_type")
     }
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": None, "num_key_value_heads": None}
     config = config_from_huggingface(old | mistral | {"rope_theta": 5000, "eos_token_id": [2, 5]}, "x")
@@ -134,7 +137,11 @@ def test_configurations_of_several_versions():
 
 
 def test_yarn_as_its_users_write_it():
-    qwen = HF_CONFIG | {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
+    qwen = HF_CONFIG | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "max_position_embeddings": 40_960,
+    }
     del qwen["rope_parameters"]
 
     def scaling_of(fields, **more):
@@ -157,7 +164,11 @@ def test_yarn_as_its_users_write_it():
 
 def test_one_million_positions_need_dual_chunk_attention(caplog):
     divided = {"dual_chunk_attention_config": {"original_max_position_embeddings": 262_144}}
-    qwen = HF_CONFIG | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1_010_000}
+    qwen = HF_CONFIG | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 1_010_000,
+    }
     assert config_from_huggingface(qwen | divided, "x").max_positions == 262_144
     assert "at most 262144 of 1010000 positions" in caplog.text
 
@@ -224,6 +235,56 @@ def test_unknown_names_say_what_is_possible(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match=r"smollm2-135m-instruct|no config.json"):
         load_model(name, progress=False)
+
+
+def test_a_head_beside_tied_embeddings(tmp_path, caplog):
+    """Another matrix than the embedding is the head, as transformers has it; the same one needs no second place."""
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tiny_tokenizer().save(str(directory))
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, own in ((embedding, False), (embedding[::-1].copy(), True)):
+        save_file(tensors | {"lm_head.weight": head}, directory / "model.safetensors")
+        model = load_model(directory, progress=False)
+        assert model.config.tie_embeddings != own and ("a head of its own" in caplog.text) == own
+    assert {"embed", "lm_head"} <= model.params.keys()
+
+
+def test_a_config_that_says_two_things():
+    said = json.loads((GOLDEN / "tiny_qwen3" / "config.json").read_text())
+    with pytest.raises(
+        UnsupportedModelError, match="Qwen3ForCausalLM with model_type 'mistral' not supported"
+    ):
+        config_from_huggingface(said | {"model_type": "mistral"}, "x")
+    assert config_from_huggingface(said | {"model_type": "of-their-own"}, "x").qk_norm
+    newer = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = config_from_huggingface(said | {"rope_parameters": newer, "rope_scaling": yarn}, "x")
+    assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling.yarn(4.0, 512))
+    mixtral = json.loads((GOLDEN / "tiny_mixtral" / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match="num_local_experts=4 but num_experts=5"):
+        config_from_huggingface(mixtral | {"num_experts": 5}, "x")
+    del mixtral["num_local_experts"]
+    assert config_from_huggingface(mixtral | {"num_experts": 6}, "x").num_experts == 6
+
+
+def test_of_several_files_those_of_the_model_are_read(tmp_path):
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: x * 2 for name, x in tensors.items()}, directory / "model_old.safetensors")
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model_old.safetensors"}}')
+    file = HuggingFaceDirectory(directory)
+    file.open()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(file.read(name), x)
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "model.safetensors").rename(directory / "model_new.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"in two files, model_old.safetensors is one of them"):
+        HuggingFaceDirectory(directory).open()
 
 
 def test_bad_directories(tmp_path):
