@@ -73,6 +73,8 @@ class _Conversation(RequestModel):
             raise _fault("tools", f"at most {MAX_TOOLS} tools are possible")
         chat["tools"] = [_tool(tool, n) for n, tool in enumerate(self.tools)]
         choice = self.tool_choice or {"type": "auto"}
+        if not self.tools and choice.get("type") in ("any", "tool"):
+            raise _fault("tool_choice", "there are no 'tools' to choose from")
         chat["tool_choice"] = _tool_choice(choice) if self.tools else None
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
         if self.thinking:  # a variable of templates whose models may think or not

@@ -3,6 +3,7 @@
 import contextlib
 import hmac
 import importlib.metadata
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,6 +41,8 @@ from serve.responses_request import ResponsesRequest
 from serve.text import TextTokenizer
 from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
+
+log = logging.getLogger("tangram.server")
 
 OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
 _PAGE = Path(__file__).parent / "page.html"
@@ -140,8 +143,12 @@ class _Gate:
             await self._app(scope, receive, send)
             return
 
+        started = False
+
         async def counting_send(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.count_response(route, message["status"])
             await send(message)
@@ -155,8 +162,17 @@ class _Gate:
             )
             await error.response(scope["path"])(scope, receive, counting_send)
             return
-        with contextlib.suppress(ClientDisconnect):  # nobody is left to answer
+        try:
             await self._app(scope, receive, counting_send)
+        except ClientDisconnect:  # nobody is left to answer
+            pass
+        except Exception as error:
+            if started:
+                raise
+            # Here it is counted, and the connection lives on.
+            log.exception("%s %s failed", scope["method"], scope["path"][:200])
+            bug = APIError(500, f"Internal server error ({type(error).__name__})")
+            await bug.response(scope["path"])(scope, receive, counting_send)
 
     def _allowed(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])

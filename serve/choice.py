@@ -87,7 +87,8 @@ class Choice:
 
     def continue_text(self, prompt_ids: Sequence[int]) -> None:
         """The generation continues this prompt in the middle of a text: a leading space is a part of it."""
-        self._detokenizer.add(prompt_ids[-1])
+        for token_id in prompt_ids[-4:]:  # a character may have begun that long ago
+            self._detokenizer.add(token_id)
 
     def echo(
         self, text: str | None, prompt_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None] | None

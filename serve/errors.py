@@ -99,8 +99,3 @@ def install_error_handlers(app: FastAPI) -> None:
         known = {404: f"Unknown route: {where}", 405: f"Method not allowed: {where}"}
         message = known.get(error.status_code, str(error.detail))
         return APIError(error.status_code, message, headers=error.headers).response(request.url.path)
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> JSONResponse:
-        # Starlette raises the exception again after this response, so that the server logs its traceback.
-        return APIError(500, f"Internal server error ({type(error).__name__})").response(request.url.path)

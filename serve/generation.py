@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from serve.choice import Choice, Delta, TokenLogprob
 from serve.errors import APIError, unavailable
@@ -21,7 +21,16 @@ from serve.prompts import Prompt
 from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
 from serve.request import EngineProtocol, GenerationRequest, SamplingParams, TokenOutput
 from serve.spellings import Spellings
-from serve.stream import DONE, Arrival, EventStream, OutputHub, Submission, sse, unless_disconnected
+from serve.stream import (
+    DONE,
+    Arrival,
+    EventStream,
+    OutputHub,
+    Submission,
+    json_bytes,
+    sse,
+    unless_disconnected,
+)
 from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
 from serve.thought_prompt import ThoughtSupport
@@ -311,7 +320,7 @@ async def respond_with(
     if stream:
         return EventStream(events(), generation.close, headers)
     (delta,) = await generation.complete(http_request)
-    return JSONResponse(whole(delta), headers=headers)
+    return Response(json_bytes(whole(delta)), media_type="application/json", headers=headers)
 
 
 async def respond(

@@ -174,7 +174,10 @@ class _Conversation:
             # Instructions and a system message: templates know one, in the beginning.
             self.messages[0]["content"] += f"\n\n{content}"
         elif role == "assistant":
-            self._answer(unless="content")["content"] = content
+            last = self.messages[-1] if self.messages else {}
+            # What a model says after its calls is of the same answer: their results follow it.
+            after_calls = "tool_calls" in last and not last.get("content")
+            (last if after_calls else self._answer(unless="content"))["content"] = content
         else:
             self.messages.append({"role": role, "content": content})
 

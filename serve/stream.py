@@ -18,9 +18,14 @@ from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, 
 DONE = b"data: [DONE]\n\n"
 
 
+def json_bytes(payload: Any) -> bytes:
+    """JSON of what may hold numbers beyond the floats' range, as 1e999 is when it is read: null in their place."""
+    return to_json(payload, inf_nan_mode="null")
+
+
 def sse(payload: Any) -> bytes:
     """One server-sent event with a JSON payload."""
-    return b"data: " + to_json(payload) + b"\n\n"
+    return b"data: " + json_bytes(payload) + b"\n\n"
 
 
 def named_sse(payload: dict[str, Any]) -> bytes:

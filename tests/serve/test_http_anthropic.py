@@ -151,6 +151,15 @@ def test_an_answer_that_was_begun_goes_on(server_of, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_number_beyond_all_floats_is_null(server_of, stream):
+    server = server_of("generic")
+    name = FUNCTIONS[0]["name"]
+    script(server, ANSWERS["hermes"].replace("get_weather", name) % '{"x": 1e999}')
+    content = ask(server, stream, tools=FUNCTIONS)["content"]
+    assert content[-1]["type"] == "tool_use" and (stream or content[-1]["input"] == {"x": None})
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_with_calls_goes_on(server_of, stream):
     """What came goes back as it is, with the results."""
     server = server_of("generic")

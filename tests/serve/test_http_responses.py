@@ -212,6 +212,19 @@ def test_items_become_messages():
     ]  # fmt: skip
 
 
+def test_what_is_said_after_calls_is_of_the_same_answer():
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "s"}
+    said = messages_of(
+        [{"role": "user", "content": "a"}, call, {"role": "assistant", "content": "b"}, result], None
+    )
+    assert [(m["role"], m["content"], len(m.get("tool_calls", ()))) for m in said] == [
+        ("user", "a", 0),
+        ("assistant", "b", 1),
+        ("tool", "s", 0),
+    ]
+
+
 def test_a_form_is_followed(served):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}

@@ -123,6 +123,8 @@ def test_a_bug_is_a_500_in_the_same_shape(served, monkeypatch, caplog):
     response = served.post("/v1/chat/completions", CHAT)
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
     assert "secret" not in response.text
+    assert "secret detail" in caplog.text  # with a traceback, for who runs it
+    assert metric(served, "tangram:http_responses_total", route="/v1/chat/completions", status="500") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
