@@ -123,8 +123,7 @@ def measure(
     cache = replace(cache, tokens=jnp.full(batch, tokens, jnp.int32))
     rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
-    # What is donated is found at the same place in every step: a CUDA graph that knows it need not be brought up to date.
-    @partial(jax.jit, donate_argnums=(1, 2))
+    @partial(jax.jit, donate_argnums=1)
     def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
         if parallel:  # `place` is left out: the order of random heads does not matter
             logits, cache = parallel.step(params, NO_SCORER, cache, None, tj.Decode(jnp.asarray(rows), first))
