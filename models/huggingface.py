@@ -76,10 +76,9 @@ class HuggingFaceDirectory:
     def open(self) -> None:
         """Opens all safetensors files and lists their tensors; no weights are read yet."""
         index = self.path / "model.safetensors.index.json"
-        if (
-            self.path / "model.safetensors"
-        ).is_file():  # alone, whatever else lies there: as transformers does
-            files = ["model.safetensors"]
+        whole = self.path / "model.safetensors"
+        if whole.is_file():  # alone, whatever else lies there: as transformers does
+            files = [whole.name]
         elif index.is_file():
             try:
                 files = sorted({str(name) for name in _read_json(index)["weight_map"].values()})

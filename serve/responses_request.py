@@ -174,10 +174,7 @@ class _Conversation:
             # Instructions and a system message: templates know one, in the beginning.
             self.messages[0]["content"] += f"\n\n{content}"
         elif role == "assistant":
-            last = self.messages[-1] if self.messages else {}
-            # What a model says after its calls is of the same answer: their results follow it.
-            after_calls = "tool_calls" in last and not last.get("content")
-            (last if after_calls else self._answer(unless="content"))["content"] = content
+            self._answer("content")["content"] = content  # after calls, too: their results follow it
         else:
             self.messages.append({"role": role, "content": content})
 
@@ -196,12 +193,12 @@ class _Conversation:
             raise _fault("the 'content' of reasoning must be a list of parts")
         text = "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
         if text:  # a summary is not what the model has thought
-            self._answer(unless="reasoning_content")["reasoning_content"] = text
+            self._answer("tool_calls", "reasoning_content")["reasoning_content"] = text
 
-    def _answer(self, unless: str | None = None) -> dict[str, Any]:
-        """The last message if it is the assistant's and has no calls yet, nor what `unless` says; or a new one."""
+    def _answer(self, *unless: str) -> dict[str, Any]:
+        """The last message if it is the assistant's and has nothing yet of what `unless` says; or a new one."""
         last = self.messages[-1] if self.messages else None
-        if last and last["role"] == "assistant" and not (unless and ("tool_calls" in last or unless in last)):
+        if last and last["role"] == "assistant" and not last.keys() & set(unless):
             return last
         self.messages.append({"role": "assistant"})
         return self.messages[-1]

@@ -1,6 +1,7 @@
 """POST /v1/messages in Anthropic's form: what is asked, the blocks and events that come back, and what is refused."""
 
 import json
+import math
 
 import httpx
 import pytest
@@ -147,7 +148,7 @@ def test_an_answer_that_was_begun_goes_on(server_of, stream):
         assert prompt(server).endswith("It is")
     script(server, "Fine.")  # of nothing, nothing is gone on with
     ask(server, stream, messages=[*HELLO, {"role": "assistant", "content": ""}])
-    assert not prompt(server).endswith("assistant\n\n")
+    assert prompt(server).count("assistant") == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,7 +157,8 @@ def test_a_number_beyond_all_floats_is_null(server_of, stream):
     name = FUNCTIONS[0]["name"]
     script(server, ANSWERS["hermes"].replace("get_weather", name) % '{"x": 1e999}')
     content = ask(server, stream, tools=FUNCTIONS)["content"]
-    assert content[-1]["type"] == "tool_use" and (stream or content[-1]["input"] == {"x": None})
+    # A stream has the arguments as they were written.
+    assert (content[-1]["type"], content[-1]["input"]) == ("tool_use", {"x": math.inf if stream else None})
 
 
 @pytest.mark.parametrize("stream", [False, True])
