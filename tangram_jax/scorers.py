@@ -316,18 +316,15 @@ def get_scorer(name: str, **options: Any) -> Scorer:
     cls = SCORERS.get(name.lower().replace("-", "_"))
     if cls is None:
         raise ValueError(f"unknown scorer {name!r}, expected one of: {', '.join(SCORERS)}")
-    fields = dataclasses.fields(cls)
-    known = [field.name for field in fields]
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
-        what = f"its options are: {', '.join(known)}" if known else "it has no options"
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
+    if unknown := sorted(options.keys() - types.keys()):
+        what = f"its options are: {', '.join(types)}" if types else "it has no options"
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
-    for field in fields:
-        value = options.get(field.name)
-        if field.type in (int, "int") and value is not None:
+    for option, value in options.items():
+        if types[option] in (int, "int") and value is not None:
             if not isinstance(value, (int, np.integer)):
-                raise ValueError(f"scorer {name}: {field.name} must be a whole number, found {value!r}")
-            options[field.name] = int(value)
+                raise ValueError(f"scorer {name}: {option} must be a whole number, found {value!r}")
+            options[option] = int(value)
     return cls(**options)
 
 

@@ -1,0 +1,64 @@
+"""Checkpoints that say two things: a head beside tied embeddings, several files, a config.json at odds with itself."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
+from models.huggingface import HuggingFaceDirectory
+from models.registry import load_model
+from models.testing import tiny_tokenizer
+from tests.models.checkpoints import GOLDEN
+
+
+def test_a_head_beside_tied_embeddings(tmp_path, caplog):
+    """Another matrix than the embedding is the head, as transformers has it; the same one needs no second place."""
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tiny_tokenizer().save(str(directory))
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, own in ((embedding, False), (embedding[::-1].copy(), True)):
+        save_file(tensors | {"lm_head.weight": head}, directory / "model.safetensors")
+        model = load_model(directory, progress=False)
+        assert model.config.tie_embeddings != own and ("a head of its own" in caplog.text) == own
+    assert {"embed", "lm_head"} <= model.params.keys()
+
+
+def test_a_config_that_says_two_things():
+    said = json.loads((GOLDEN / "tiny_qwen3" / "config.json").read_text())
+    with pytest.raises(
+        UnsupportedModelError, match="Qwen3ForCausalLM with model_type 'mistral' not supported"
+    ):
+        config_from_huggingface(said | {"model_type": "mistral"}, "x")
+    assert config_from_huggingface(said | {"model_type": "of-their-own"}, "x").qk_norm
+    newer = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 2.0, "attention_factor": 2.0}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = config_from_huggingface(said | {"rope_parameters": newer, "rope_scaling": yarn}, "x")
+    assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling.yarn(4.0, 512))
+    mixtral = json.loads((GOLDEN / "tiny_mixtral" / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match="num_local_experts=4 but num_experts=5"):
+        config_from_huggingface(mixtral | {"num_experts": 5}, "x")
+    del mixtral["num_local_experts"]
+    assert config_from_huggingface(mixtral | {"num_experts": 6}, "x").num_experts == 6
+
+
+def test_of_several_files_those_of_the_model_are_read(tmp_path):
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: x * 2 for name, x in tensors.items()}, directory / "model_old.safetensors")
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model_old.safetensors"}}')
+    file = HuggingFaceDirectory(directory)
+    file.open()
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(file.read(name), x)
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "model.safetensors").rename(directory / "model_new.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"in two files, model_old.safetensors is one of them"):
+        HuggingFaceDirectory(directory).open()
