@@ -35,6 +35,7 @@ WINDOWS: dict[str, Any] = {"num_layers": 2, "sliding_window": 40, "sliding_layer
 GEMMA2, GPT_OSS = tiny_gemma2_config(**WINDOWS), tiny_gpt_oss_config(**WINDOWS)
 ON_GPU = CONFIG.replace(hidden_size=256, num_heads=16, head_dim=64)  # in bfloat16: the kernels take it
 LENGTH = 256  # tokens of a row at most
+WAIT = 300.0  # seconds for what comes at once, unless many tests share a GPU
 RUNNING, STORED, MAX_TAIL, PAGES = 4, 3, 48, 1200
 HOST = 64 << 20  # bytes of host memory for engines that use any
 BUCKETS = Buckets(
@@ -128,12 +129,12 @@ class Asked:
             self.answers[output.choice].outputs.append(output)
             self._changed.notify_all()
 
-    def wait(self, seconds: float = 60.0) -> list[Answer]:
+    def wait(self, seconds: float = WAIT) -> list[Answer]:
         """All choices, finished."""
         self.until(lambda: all(a.finish_reason for a in self.answers), seconds)
         return self.answers
 
-    def wait_for_tokens(self, count: int, choice: int = 0, seconds: float = 60.0) -> None:
+    def wait_for_tokens(self, count: int, choice: int = 0, seconds: float = WAIT) -> None:
         self.until(lambda: len(self.answers[choice].tokens) >= count, seconds)
 
     def until(self, condition: Any, seconds: float) -> None:
@@ -187,12 +188,12 @@ class TinyEngine:
                 done.set()
 
         self.engine._tell(look)
-        assert done.wait(60)
+        assert done.wait(WAIT)
         # One more round, so that the snapshot is younger than the last end.
         for _ in range(2):
             done.clear()
             self.engine._tell(done.set)
-            assert done.wait(60)
+            assert done.wait(WAIT)
         stats = self.engine.stats()
         assert (stats.requests_running, stats.requests_waiting) == (0, 0)
         assert stats.pages_used == stats.pages_stored
@@ -206,11 +207,11 @@ class TinyEngine:
 
         def wait() -> None:
             held.set()
-            gate.wait(60)
+            gate.wait(WAIT)
 
         self.engine._tell(wait)
         # Else it might find the first of them in the same round as this, and the others one step later.
-        assert held.wait(60)
+        assert held.wait(WAIT)
         try:
             yield
         finally:
@@ -226,7 +227,7 @@ class TinyEngine:
             done.set()
 
         self.engine._tell(drop)
-        assert done.wait(60)
+        assert done.wait(WAIT)
         self.settle()
         assert self.engine.stats().pages_used == 0
 
