@@ -120,7 +120,7 @@ class Refs(NamedTuple):
     table: Any  # i32[B * R]
     q: Any  # [items, G, D], or with the new token's key and value [items, G + 2, D]; of several [B, S, K, G + 2, D]
     pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, scale rows + P, D]
-    sinks: Any  # f32[K, Gp], times log2(e)
+    sinks: Any  # float[K, Gp]
     out: Any  # [items, G, D]; of several tokens [B, S, K, G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[2 W, D, Gp]: pieces that go on in another share, then those that end an item

@@ -1,10 +1,9 @@
 """Partial results put together by XLA: what the kernel does inside with `merge="fused"`, for the interpreter."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.logits import LOG2E
 from pallas_kernels.ragged_decode.plan import (
     END,
     FIRST_ITEM,
@@ -15,8 +14,6 @@ from pallas_kernels.ragged_decode.plan import (
     STOP,
     DecodePlan,
 )
-
-LOG2E = math.log2(math.e)
 
 
 def merge_pieces(

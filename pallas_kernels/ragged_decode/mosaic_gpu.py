@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import byte_pages
-from pallas_kernels.logits import LOG2E
 from pallas_kernels.ragged_decode.common import Config
 from pallas_kernels.ragged_decode.kernel import REDUCTION_BYTES, kernel_body
 from pallas_kernels.ragged_decode.merge import merge_pieces
@@ -93,7 +92,7 @@ def _call(q, pool, plan, sinks, *, scale, soft_cap, has_new, tokens, out_dtype, 
     operands = [layer, plan.shares, plan.items, plan.sync, plan.table.reshape(-1), rows, pool]
     if sinks is not None:
         padding = ((0, 0), (0, queries - config.columns))
-        operands.append(jnp.pad(jnp.tile(sinks.astype(f32) * LOG2E, (1, tokens)), padding))
+        operands.append(jnp.pad(jnp.tile(sinks, (1, tokens)), padding))
     pieces = 2 * plan.num_shares
     shapes = [
         jax.ShapeDtypeStruct(out_shape(items, config), out_dtype),

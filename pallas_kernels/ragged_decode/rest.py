@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.logits import log2_logits
+from pallas_kernels.logits import LOG2E, log2_logits
 from pallas_kernels.pieces import LOW, Sums
 from pallas_kernels.ragged_decode.common import BY_QUERY, Config, Refs, f32, i32, spread
 from pallas_kernels.ragged_decode.rows import read_key, read_value
@@ -65,7 +65,9 @@ def rest_alone(cfg: Config, refs: Refs, number: Any, q: Any) -> Sums:
 
 
 def _sink(cfg: Config, refs: Refs, number: Any) -> Any:
-    return plgpu.load(refs.sinks.at[lax.rem(number, i32(cfg.kv_heads))], layout=BY_QUERY, optimized=False)
+    """Its logits, in units of log 2."""
+    given = refs.sinks.at[lax.rem(number, i32(cfg.kv_heads))]
+    return plgpu.load(given, layout=BY_QUERY, optimized=False).astype(f32) * LOG2E
 
 
 def _logits(cfg: Config, q: Any, key: Any) -> Any:
