@@ -74,6 +74,8 @@ def calibrate_shares(
 ) -> Float[Array, "R L K"]:
     """`calibrate_ratios` at several retentions in one pass through the model, f32[R, L, K]."""
     window = aside(scorer) if window is None else window
+    if sinks < 0 or window < 0:
+        raise ValueError(f"sinks and window are numbers of tokens, found {sinks} and {window}")
     n, candidates = tokens.shape[0], tokens.shape[0] - sinks - window
     if candidates < 1:
         raise ValueError(f"a sample needs more than sinks + window = {sinks + window} tokens, found {n}")

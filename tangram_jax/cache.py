@@ -79,8 +79,13 @@ class Cache:
         return self.table.shape[0]
 
     def known(self, rows: Any) -> jax.Array:
-        """`rows` i32[...], and `num_rows` for all that are of no row: a negative one would be counted from the end."""
+        """`rows` i32[...], and `num_rows` for all that are of no row: a negative one would be counted from the end.
+
+        Raises TypeError for a mask.
+        """
         rows = jnp.asarray(rows)
+        if rows.dtype == bool:
+            raise TypeError("rows are numbers, got a mask: write np.flatnonzero(mask)")
         return jnp.where((rows >= 0) & (rows < self.num_rows), rows, self.num_rows)
 
     def row(self, row: Any) -> "Row":
@@ -153,6 +158,8 @@ def init_cache(
             f"max_tokens must lie between 1 and {MAX_TOKENS} and max_tail must not be negative; "
             f"got {max_tokens} and {max_tail}"
         )
+    if num_pages < 1 or max_requests < 1:
+        raise ValueError(f"{num_pages} pages for {max_requests} requests: a cache needs at least one of each")
     layout = row_layout(plan, max_tokens, max_tail)
     if not layout.width:
         raise ValueError("no group may keep anything: raise the budgets, min_entries or max_tail")
@@ -167,6 +174,33 @@ def init_cache(
         budgets=jnp.tile(jnp.asarray(plan.group_ppm), (max_requests, 1)),
         layout=layout,
     )
+
+
+def check_plan(plan: CachePlan, cache: Cache) -> None:
+    """Raises ValueError where the pages or rows of `cache` are not as `plan` has them."""
+    layout, pool = cache.layout, cache.pool
+    pages = pool.shape[2], byte_pages.page_size(pool)
+    if (plan.heads_per_page, plan.page_size) != pages or layout != row_layout(
+        plan, layout.max_tokens, layout.max_tail
+    ):
+        raise ValueError(
+            f"the cache is of another plan, with pages of {pages[0]} heads and {pages[1]} tokens: give the plan that "
+            "init_cache was given"
+        )
+
+
+def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any, Any]) -> jax.Array:
+    """`rows` i32[N], and `cache.num_rows` for each that has not reserved what it is to hold.
+
+    `held`: one or several (tokens i32[N], tail i32[N]) of `CachePlan.group_pages`.
+    """
+    layout, budgets = cache.layout, cache.row(rows).budgets
+    pages = jnp.stack([jax.vmap(plan.group_pages)(*counts, budgets) for counts in held]).max(axis=0)
+    owned = cache.table.at[rows[:, None], layout.first + jnp.maximum(pages - 1, 0)].get(
+        mode="fill", fill_value=NO_PAGE
+    )
+    there = (pages <= 0) | ((pages <= np.asarray(layout.capacity)) & (owned != NO_PAGE))
+    return jnp.where(there.all(axis=1), rows, cache.num_rows)
 
 
 def _check_rings(plan: CachePlan, model_config: Any, max_tail: int) -> None:
@@ -200,7 +234,7 @@ def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
 def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
     """A fresh page for every True of `wanted` bool[n]: (cache, i32[n] with NO_PAGE elsewhere).
 
-    All or nothing: with too few free pages none is taken, so a caller that miscounted corrupts nothing.
+    All or nothing: with too few free pages none is taken.
     """
     count = wanted.sum(dtype=jnp.int32)
     wanted &= count <= cache.num_free
@@ -221,9 +255,12 @@ def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, t
 def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Make `row` own at least plan.group_pages(tokens, tail) pages of each group; what it owns already stays.
 
-    The caller has counted: the missing pages must be free, or none is taken. A row's capacity bounds each group. Of a number
-    of no row nothing happens, here and in the functions below.
+    The caller has counted: the missing pages must be free, or none is taken, and steps leave the row out. A row's capacity
+    bounds each group. Of a number of no row nothing happens, here and in the functions below.
+
+    Raises ValueError, as they do, where the cache is of another plan.
     """
+    check_plan(plan, cache)
     row = cache.known(row)
     wanted = _columns(plan, cache, row, tokens, tail) & (row < cache.num_rows)
     pages = cache.row(row).pages
@@ -234,6 +271,7 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group."""
+    check_plan(plan, cache)
     row = cache.known(row)
     pages = cache.row(row).pages
     given = (pages != NO_PAGE) & ~_columns(plan, cache, row, tokens, tail)
@@ -244,6 +282,7 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
     """Give back every page of `row`, and forget its tokens and what budgets it had of its own."""
+    check_plan(plan, cache)
     row = cache.known(row)
     pages = cache.row(row).pages
     cache = _return_pages(cache, pages, pages != NO_PAGE)
@@ -258,9 +297,18 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Array) -> Cache:
-    """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released."""
+    """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released.
+
+    Raises ValueError where they are something else.
+    """
+    check_plan(plan, cache)
+    if budgets.shape != (plan.num_groups,) or not jnp.issubdtype(budgets.dtype, jnp.integer):
+        raise ValueError(
+            f"budgets of {budgets.dtype}{[*budgets.shape]}: write those of plan.budgets_at(retention), parts per million of "
+            f"{plan.num_groups} groups"
+        )
     row = cache.known(row)
-    return replace(cache, budgets=cache.budgets.at[row].set(jnp.minimum(budgets, plan.most_ppm)))
+    return replace(cache, budgets=cache.budgets.at[row].set(jnp.clip(budgets, 0, plan.most_ppm)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -269,8 +317,9 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
 
     Full pages of locked entries are never written again and get a second owner; the others (at most window + tail
     entries of each group) are copied. Needs plan.pages(tokens, tail) - plan.shared_pages(tokens) free pages, where `tail`
-    is what the row has reserved; with fewer `dst` stays empty.
+    is what the row has reserved, both under the row's budgets; with fewer, or where `dst` is not empty, nothing happens.
     """
+    check_plan(plan, cache)
     layout, size = cache.layout, plan.page_size
     src, dst = cache.known(src), cache.known(dst)
     pages, tokens, tail, budgets = cache.row(src)
@@ -279,15 +328,17 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     shared = held & (layout.index < full[layout.group])
     enough = (held & ~shared).sum() <= cache.num_free
     enough &= (src < cache.num_rows) & (dst < cache.num_rows)
+    before = cache.row(dst)
+    enough &= (before.pages == NO_PAGE).all()
     shared &= enough
     cache, fresh = _take_pages(cache, held & enough & ~shared)
     cache = replace(
         cache,
         owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),
-        table=cache.table.at[dst].set(jnp.where(shared, pages, fresh)),
-        tokens=cache.tokens.at[dst].set(jnp.where(enough, tokens, 0)),
-        tail=cache.tail.at[dst].set(jnp.where(enough, tail, 0)),
-        budgets=cache.budgets.at[dst].set(jnp.where(enough, budgets, cache.row(dst).budgets)),
+        table=cache.table.at[dst].set(jnp.where(enough, jnp.where(shared, pages, fresh), before.pages)),
+        tokens=cache.tokens.at[dst].set(jnp.where(enough, tokens, before.tokens)),
+        tail=cache.tail.at[dst].set(jnp.where(enough, tail, before.tail)),
+        budgets=cache.budgets.at[dst].set(jnp.where(enough, budgets, before.budgets)),
     )
     # The pages to copy lie together: at most this many of each group, from its first unshared page on.
     most = -(-(plan.window + layout.max_tail) // size) + 1

@@ -1,6 +1,7 @@
 """Scores of a chunk's candidates, layer by layer: the one place that decides what computes them."""
 
 import logging
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,10 @@ class ChunkScores:
     def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
         """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
         try:
-            if isinstance(self._scorer, WindowScorer):
+            if _by_sums(self._scorer):
                 self._sums.append(self._window_sums(self._scorer, layer, q, k, lse))
                 return
-            if isinstance(self._scorer, GaussianScorer):
+            if _by_logits(self._scorer):
                 self._logits.append(self._gaussian_logits(self._scorer, layer, q, k, v))
                 return
         except NotImplementedError as reason:
@@ -73,10 +74,10 @@ class ChunkScores:
             return by_group(self._plan, jnp.stack(self._layers))
         valid = self._what.valid[self._plan.group_of]  # [L, K, C]
         shape, flat = valid.shape, (-1, valid.shape[-1])
-        if isinstance(self._scorer, WindowScorer):
+        if _by_sums(self._scorer):
             sums = jnp.stack(self._sums).reshape(flat)
             scores = self._scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
-        elif isinstance(self._scorer, GaussianScorer):
+        elif _by_logits(self._scorer):
             logits, squares = (jnp.stack(x) for x in zip(*self._logits, strict=True))
             by_head = logits.reshape(-1, self._config.group_size, shape[-1])  # [L * K, G, C]
             norms = jnp.sqrt(squares).reshape(flat)
@@ -114,3 +115,20 @@ class ChunkScores:
             scale=self._to_logits.scale,
         )  # fmt: skip
         return self._to_logits._replace(scale=1.0)(logits), squares
+
+
+def _by_sums(scorer: Scorer) -> TypeGuard[WindowScorer]:
+    """Whether `from_sums` says what `score` would: not where a class derived from its own has another `score`."""
+    return isinstance(scorer, WindowScorer) and _agrees(scorer, "from_sums")
+
+
+def _by_logits(scorer: Scorer) -> TypeGuard[GaussianScorer]:
+    """The same of `from_logits`."""
+    return isinstance(scorer, GaussianScorer) and _agrees(scorer, "from_logits")
+
+
+def _agrees(scorer: Scorer, method: str) -> bool:
+    kernels, own = (
+        next((cls for cls in type(scorer).__mro__ if name in vars(cls)), None) for name in (method, "score")
+    )
+    return kernels is not None and own is not None and issubclass(kernels, own)

@@ -231,13 +231,16 @@ class CachePlan:
         xp: Any = np if isinstance(full, np.ndarray) else jnp
         return xp.concatenate([full, xp.zeros(self.rings.num_groups, full.dtype)])
 
-    def pages(self, tokens: int, tail: int = 0) -> int:
-        """Pages that a request owns after `tokens` prompt tokens, with room for `tail` generated ones kept whole."""
-        return int(self.group_pages(tokens, tail).sum())
+    def pages(self, tokens: int, tail: int = 0, budgets: np.ndarray | None = None) -> int:
+        """Pages that a request owns after `tokens` prompt tokens, with room for `tail` generated ones kept whole.
 
-    def shared_pages(self, tokens: int) -> int:
+        `budgets` of `budgets_at`, here and below: of a row with a retention of its own.
+        """
+        return int(self.group_pages(tokens, tail, budgets).sum())
+
+    def shared_pages(self, tokens: int, budgets: np.ndarray | None = None) -> int:
         """Pages of a request of `tokens` tokens that a fork shares instead of copying: the full locked ones."""
-        return int(self.shared_group_pages(tokens).sum())
+        return int(self.shared_group_pages(tokens, budgets).sum())
 
     def entries(self, tokens: int, budgets: np.ndarray | None = None) -> int:
         """Head entries in use (over all heads of compressed layers) after `tokens` tokens, group effect included."""
@@ -294,7 +297,7 @@ def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:
     least one each; a layer whose budgets are all zero gets ones.
     """
     b = np.asarray(budgets, np.float64)
-    if b.ndim not in (1, 2) or b.shape[-1] % heads_per_page:
+    if b.ndim not in (1, 2) or heads_per_page < 1 or b.shape[-1] % heads_per_page:
         raise ValueError(
             f"budgets must be [L, K] with K a multiple of heads_per_page={heads_per_page}; got {b.shape}"
         )

@@ -14,7 +14,7 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from pallas_kernels import fp8_products
-from tangram_jax.cache import Cache
+from tangram_jax.cache import Cache, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places
@@ -28,7 +28,7 @@ class Decode(NamedTuple):
 
     rows: Any  # i32[B]; a number of no row is an empty slot
     tokens: Any  # i32[B], or of S tokens each i32[B, S]
-    counts: Any = None  # i32[B]: how many of a row's S tokens are there; None: all
+    counts: Any = None  # i32[B]: how many of a row's S tokens, or of its one, are there; None: all
 
 
 def step(
@@ -46,18 +46,24 @@ def step(
 
     Returns (logits f32[R, V], cache): the logits after each chunk's last valid token first (with `all_logits` those of
     all T tokens of each), then those of the B decode tokens, or with drafts of the B * S, row by row; those of an empty
-    chunk or slot, and of tokens beyond a row's count, mean nothing. The rows' pages must be reserved; no row may be there
-    twice. Raises ValueError on nothing to run, and on `all_logits` of packed chunks.
+    chunk or slot, and of tokens beyond a row's count, mean nothing. No row may be there twice. The rows' pages must be
+    reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
+
+    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, and on `all_logits` of packed
+    chunks; TypeError on what is no scorer.
     """
+    check_plan(plan, cache)
     if isinstance(chunk, Packed) and all_logits:
         raise ValueError(
             "of packed chunks only the last logits are there: run them apart, as a list of chunks"
         )
     chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
-    chunks = [_placed(part, cache) for part in chunks]
+    if chunks and (isinstance(scorer, type) or not hasattr(scorer, "score")):
+        raise TypeError(f"{scorer!r} is no scorer: write one as tangram_jax.get_scorer gives it")
+    chunks = [_placed(part, plan, cache) for part in chunks]
     empty = 0  # tokens of empty slots
     if decode:
-        decode = Decode(cache.known(decode.rows), jnp.asarray(decode.tokens), decode.counts)
+        decode = _decode_placed(decode, plan, cache)
         beside = sum(part.tokens.shape[0] for part in chunks)
         each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
         more = -(-_missing_tokens(config, beside + decode.tokens.size) // each)
@@ -157,8 +163,9 @@ def decode_step(
 ) -> tuple[jax.Array, Cache]:
     """Append `tokens` i32[B] to `rows` i32[B] (a number of no row is an empty slot) and return logits f32[B, V].
 
-    Jit it with `model_config` and `plan` static and the cache donated. Each row's tail must be reserved, and may not hold
-    more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose some of what is kept.
+    Jit it with `model_config` and `plan` static and the cache donated. No row may be there twice. Each row's tail must be
+    reserved, and may not hold more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose
+    some of what is kept. A row without pages for its token is left out.
     """
     return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
 
@@ -194,14 +201,47 @@ def _there(decode: Decode, cache: Cache) -> jax.Array:
     if decode.tokens.ndim == 1:
         return there
     size = decode.tokens.shape[1]
-    counts = size if decode.counts is None else jnp.asarray(decode.counts)[:, None]
+    counts = size if decode.counts is None else decode.counts[:, None]
     return there[:, None] & (np.arange(size) < counts)
 
 
-def _placed(chunk: Chunk | Packed, cache: Cache) -> Chunk | Packed:
-    if isinstance(chunk, Packed):
-        return Packed(cache.known(chunk.rows), jnp.asarray(chunk.tokens), jnp.asarray(chunk.counts))
-    return chunk._replace(row=cache.known(chunk.row))
+def _decode_placed(decode: Decode, plan: CachePlan, cache: Cache) -> Decode:
+    """With the rows alone that have pages for their tokens."""
+    rows, tokens = cache.known(decode.rows), jnp.asarray(decode.tokens)
+    counts = None if decode.counts is None else jnp.asarray(decode.counts)
+    shapes = [None if x is None else [*x.shape] for x in (tokens, rows, counts)]
+    right = rows.ndim == 1 and tokens.ndim in (1, 2) and tokens.size and len(tokens) == len(rows)
+    if not right or (counts is not None and counts.shape != rows.shape):
+        raise ValueError(
+            "decode tokens {}, rows {} and counts {}: expected [B] or [B, S], [B], and [B] or None".format(
+                *shapes
+            )
+        )
+    size = tokens.shape[1] if tokens.ndim == 2 else 1
+    new = size if counts is None else jnp.clip(counts, 0, size)
+    if tokens.ndim == 1 and counts is not None:
+        rows, counts = jnp.where(new > 0, rows, cache.num_rows), None
+    of = cache.row(rows)
+    return Decode(with_pages(plan, cache, rows, (of.tokens, of.tail + new)), tokens, counts)
+
+
+def _placed(chunk: Chunk | Packed, plan: CachePlan, cache: Cache) -> Chunk | Packed:
+    """With as many tokens as there can be, and the rows alone that have some, and pages for them."""
+    packed = isinstance(chunk, Packed)
+    given = (chunk.rows, chunk.counts) if isinstance(chunk, Packed) else (chunk.row, chunk.valid)
+    tokens, rows, counts = jnp.asarray(chunk.tokens), cache.known(given[0]), jnp.asarray(given[1])
+    if tokens.ndim != 1 or not tokens.size or rows.ndim != packed or counts.shape != rows.shape:
+        raise ValueError(
+            f"tokens {[*tokens.shape]}, rows {[*rows.shape]} and counts {[*counts.shape]} of a chunk: expected [T] and "
+            + ("[S] twice" if packed else "a number twice")
+        )
+    rows, counts = jnp.atleast_1d(rows), jnp.maximum(jnp.atleast_1d(counts), 0)
+    counts = jnp.clip(len(tokens) - (jnp.cumsum(counts) - counts), 0, counts)
+    of = cache.row(rows)
+    after = of.tokens + of.tail + counts, jnp.zeros_like(of.tail)
+    rows = with_pages(plan, cache, rows, (of.tokens, of.tail), after)
+    rows = jnp.where(counts > 0, rows, cache.num_rows)
+    return Packed(rows, tokens, counts) if packed else Chunk(rows[0], tokens, jnp.maximum(counts[0], 1))
 
 
 def _flatten(

@@ -77,8 +77,8 @@ class Config:
             return Place(0, 0, wg * ROWS)
         if self.heads == self.group:
             return Place(wg * self.positions, 0, 0)
-        parts = self.group // self.heads
-        return Place(lax.div(wg, i32(parts)) * self.positions, lax.rem(wg, i32(parts)) * self.heads, 0)
+        wg, parts = jnp.asarray(wg, i32), i32(self.group // self.heads)
+        return Place(lax.div(wg, parts) * self.positions, lax.rem(wg, parts) * self.heads, 0)
 
     def token(self, row: Any, place: Place) -> Any:
         """The token in a warpgroup's row, counted from `place.position`."""

@@ -179,4 +179,4 @@ def _ranks(flat: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     counts = jnp.sum(parts[:, :, None] == lax.iota(i32, num_experts), axis=1, dtype=i32)  # [parts, X]
     before = jnp.cumsum(counts, axis=0) - counts
     ranks = within + jnp.take_along_axis(before, jnp.minimum(parts, num_experts - 1), axis=1)
-    return ranks.reshape(-1)[:rows], counts.sum(0)
+    return ranks.reshape(-1)[:rows], counts.sum(0, dtype=i32)

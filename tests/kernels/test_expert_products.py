@@ -61,6 +61,15 @@ def test_plan(data):
     assert int(plan.blocks.total()) <= len(plan.blocks.expert)
 
 
+def test_plans_of_64_bits_are_of_32():
+    with jax.enable_x64(True):
+        for plan in (
+            ep.plan_experts(np.zeros((5, 2), np.int32), 4, 8),
+            ep.plan_directly(np.zeros((5, 2), np.int32)),
+        ):
+            assert {x.dtype for x in jax.tree.leaves(plan)} == {jnp.dtype(jnp.int32)}
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 3))
 def test_direct_plan(there, per_token):
     """Every row of a token that is there is a block, at its place, and there are no others."""
