@@ -9,10 +9,10 @@ import pydantic_core
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serve.anthropic_request import MessagesRequest
+from serve.anthropic_request import NAMES, MessagesRequest
 from serve.chat import prepare
 from serve.choice import Delta
-from serve.errors import APIError, anthropic_body
+from serve.errors import APIError, anthropic_body, renamed
 from serve.generation import Generation, Serving, respond_with
 from serve.parts import Arguments, CallStart, Content, Thought, merged
 from serve.prompts import chat_text
@@ -106,7 +106,10 @@ async def create_message(
     request, chat = asked
     model = serving.check_model(chat.model)
     # Its clients ask for as much as large models may say.
-    prompt, params = await prepare(serving, http_request, chat, cut=True)
+    try:
+        prompt, params = await prepare(serving, http_request, chat, cut=True)
+    except APIError as error:
+        raise renamed(error, NAMES) from None
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, message_id, timer)
     answer = Answer(cut=params[0].max_tokens < request.max_tokens)

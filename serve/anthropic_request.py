@@ -14,9 +14,11 @@ from serve.protocol import MAX_STOPS, ChatRequest
 from serve.tools import MAX_TOOLS
 
 # What a fault of the chat request is called here.
-_NAMES = {
+NAMES = {
     "max_completion_tokens": "max_tokens",
-    "response_format": "output_config.format",
+    r"response_format(\.json_schema)?": "output_config.format",
+    r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
+    r"tools\.(\d+)\.function": r"tools.\1",
     "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
 }
@@ -72,10 +74,11 @@ class _Conversation(RequestModel):
         if len(self.tools) > MAX_TOOLS:
             raise _fault("tools", f"at most {MAX_TOOLS} tools are possible")
         chat["tools"] = [_tool(tool, n) for n, tool in enumerate(self.tools)]
-        choice = self.tool_choice or {"type": "auto"}
-        if not self.tools and choice.get("type") in ("any", "tool"):
+        choice = {"type": "auto"} if self.tool_choice is None else self.tool_choice
+        chosen = _tool_choice(choice)
+        if not self.tools and choice["type"] in ("any", "tool"):
             raise _fault("tool_choice", "there are no 'tools' to choose from")
-        chat["tool_choice"] = _tool_choice(choice) if self.tools else None
+        chat["tool_choice"] = chosen if self.tools else None
         chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
         if self.thinking:  # a variable of templates whose models may think or not
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
@@ -127,7 +130,7 @@ def _chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.parse(body, defaults)
     except APIError as error:
-        raise renamed(error, _NAMES) from None
+        raise renamed(error, NAMES) from None
 
 
 def messages_of(given: list[Any], system: object) -> list[dict[str, Any]]:
@@ -135,7 +138,7 @@ def messages_of(given: list[Any], system: object) -> list[dict[str, Any]]:
     if not 0 < len(given) <= MAX_MESSAGES:
         raise _fault("messages", f"give 1 to {MAX_MESSAGES} messages")
     messages: list[dict[str, Any]] = []
-    if system:
+    if system is not None and system != "":
         messages.append({"role": "system", "content": _text(system, "system")})
     for n, message in enumerate(given):
         where = f"messages.{n}"
@@ -213,8 +216,14 @@ def _tool(tool: object, n: int) -> dict[str, Any]:
 
 def _tool_choice(choice: dict[str, Any]) -> object:
     kind = choice.get("type")
+    if unknown := choice.keys() - {"type", "name", "disable_parallel_tool_use"}:
+        raise _fault("tool_choice", f"it has no field {min(unknown)[:40]!r}")
+    if not isinstance(choice.get("disable_parallel_tool_use", False), bool):
+        raise _fault("tool_choice.disable_parallel_tool_use", "give true or false")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        if not isinstance(choice.get("name"), str):
+            raise _fault("tool_choice.name", "give the name of one of the 'tools'")
+        return {"type": "function", "function": {"name": choice["name"]}}
     if kind not in _CHOICES:
         raise _fault("tool_choice", "its type must be 'auto', 'any', 'tool' or 'none'")
     return _CHOICES[kind]

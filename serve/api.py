@@ -23,7 +23,7 @@ from serve.anthropic_request import CountRequest, MessagesRequest
 from serve.body import read_request
 from serve.chat import create_chat_completion
 from serve.completions import create_completion
-from serve.errors import ANTHROPIC, APIError, install_error_handlers
+from serve.errors import ANTHROPIC, APIError, bad_request, install_error_handlers
 from serve.generation import Serving, TokenNames
 from serve.grammar_cache import GrammarCache
 from serve.metrics import CONTENT_TYPE, Metrics
@@ -235,7 +235,11 @@ def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str
 
 
 def _parse_tokenize(body: Any) -> TokenizePromptRequest | TokenizeChatRequest:
-    if isinstance(body, dict) and body.get("messages") is not None:
+    asked = [isinstance(body, dict) and body.get(name) is not None for name in ("prompt", "messages")]
+    if isinstance(body, dict) and asked[0] == asked[1]:
+        code = "invalid_value" if asked[0] else "missing_required_parameter"
+        raise bad_request("Give either 'prompt' or 'messages'.", "prompt", code)
+    if asked[1]:
         return TokenizeChatRequest.parse(body)
     return TokenizePromptRequest.parse(body)
 

@@ -56,12 +56,11 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
 
 
 def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
-    """The same fault with other names of fields: {theirs: ours}."""
+    """The same fault with other names of fields: {theirs, as a regular expression: ours}."""
     message, param = error.message, error.param
     for theirs, ours in names.items():
-        message = re.sub(rf"'{theirs}(?=['.\[])", f"'{ours}", message)
-        if param and re.split(r"[.\[]", param, maxsplit=1)[0] == theirs:
-            param = ours + param[len(theirs) :]
+        message = re.sub(rf"'{theirs}(?=['.\[])", rf"'{ours}", message)
+        param = param and re.sub(rf"^{theirs}(?=$|[.\[])", ours, param)
     return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 

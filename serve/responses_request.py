@@ -22,7 +22,8 @@ _RESEND = "send the earlier turns in 'input': what of them is in the cache is fo
 CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
+    r"response_format(\.json_schema)?": "text.format",
+    r"tools\.(\d+)\.function": r"tools.\1",
     "reasoning_effort": "reasoning.effort",
 }
 
@@ -170,6 +171,7 @@ class _Conversation:
             role in ("system", "developer")
             and len(self.messages) == 1
             and self.messages[0]["role"] == "system"
+            and isinstance(content, str)
         ):
             # Instructions and a system message: templates know one, in the beginning.
             self.messages[0]["content"] += f"\n\n{content}"

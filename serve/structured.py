@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from serve.errors import APIError, bad_request
 from serve.fields import RequestModel, sort_fields
+from serve.schemas import json_rule
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "tools"]
 MAX_GRAMMAR = 2**17  # characters of a schema, of all choices, of a grammar
@@ -44,18 +45,24 @@ class GrammarSpec(NamedTuple):
             return f"start: /{regex_to_lark(self.text, 'd')}/"
         if self.kind == "choice":
             return "start: CHOICE\nCHOICE: " + " | ".join(
-                json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text)
+                json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f")
+                for choice in json.loads(self.text)
             )
         if self.kind in ("grammar", "tools"):
             return self.text
-        options = {"whitespace_flexible": True, "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_SPACE}}}"}
         schema = json.loads(self.text)
         if not isinstance(schema, dict):
             schema = {} if schema else {"not": {}}
-        return "start: %json " + json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
+        layout = {"whitespace_flexible": True, "whitespace_pattern": f"[ \\n\\r\\t]{{1,{MAX_SPACE}}}"}
+        return f"start: {json_rule(schema, layout)}"
 
     def error(self, fault: str) -> APIError:
         """The 400 that says what is wrong, and where if that can be said."""
+        if "NoExtensionBias" in fault:
+            fault = "no text can follow it"
+        fault = fault.replace(
+            " Enable 'coerce_one_of' option to approximate oneOf with anyOf", " Write anyOf"
+        )
         if self.kind == "grammar":
             return _refused(self.param, fault)
         # Its lines and columns are those of what was made of it.

@@ -28,14 +28,20 @@ class CallParser(PieceReader):
     """Reads one answer. The work is proportional to the text, whatever the text."""
 
     def __init__(
-        self, style: Style, names: Collection[str] = (), *, hidden: bool = False, single: bool = False
+        self,
+        style: Style,
+        names: Collection[str] = (),
+        *,
+        hidden: bool = False,
+        single: bool = False,
+        demanded: bool = False,
     ) -> None:
         """`names`: of the tools, which decide where no marker does. `hidden`: markers are special tokens, and no text.
 
-        `single`: the answer ends with its first call.
+        `single`: the answer ends with its first call. `demanded`: it is calls alone, and what is none is cut off a call.
         """
         super().__init__()
-        self._names, self._single = names, single
+        self._names, self._single, self._demanded = names, single, demanded
         self._mistral_ids = style == "mistral"
         self._hidden = MARKERS[style] if hidden else ()
         self._parts: list[Part] = []
@@ -70,7 +76,7 @@ class CallParser(PieceReader):
         except StopIteration:
             self.done = True
         parts, self._parts = self._parts, []
-        return parts
+        return [part for part in parts if not isinstance(part, Content)] if self._demanded else parts
 
     # Formats
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 
 from serve import harmony
+from serve.schemas import json_rule
 from serve.structured import GrammarSpec
 from serve.tool_calls import HERMES_END, HERMES_START, MISTRAL_ARGUMENTS, MISTRAL_START, Style
 
@@ -61,7 +62,7 @@ class ToolFormat(NamedTuple):
             before = literal(self.opening + self._name(name) + self.middle, special)
             after = literal(self.closing, special)
             lines += [f"call{i}: {before} arguments{i} {after}", f"// tools {name}"]
-            lines.append(f"arguments{i}: %json {_quoted(schema | {'x-guidance': _LAYOUT})}")
+            lines.append(f"arguments{i}: {json_rule(schema, _LAYOUT)}")
         if answer:
             lines += [f"// {answer.param}", answer.lark.replace("start:", "answer:", 1)]
         return "\n".join(lines)

@@ -75,6 +75,7 @@ class ToolSupport:
             frozenset(tool.function.name for tool in request.tools),
             hidden=bool(self.special) and request.skip_special_tokens,
             single=request.single_call,
+            demanded=bool(request.demanded),
         )
 
     def reader(self, request: ChatRequest, beginning: Beginning, thoughts: ThoughtSupport) -> Reader:

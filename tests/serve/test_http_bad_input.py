@@ -235,6 +235,10 @@ def test_unknown_routes_and_methods(served):
 def test_tokenizer_routes(served):
     check_error(served.post("/tokenize", {}), 400, "prompt", "missing_required_parameter")
     check_error(served.post("/tokenize", {"prompt": 1}), 400, "prompt", "invalid_value")
+    both = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    check_error(
+        served.post("/tokenize", both), 400, "prompt", "invalid_value", "either 'prompt' or 'messages'"
+    )
     check_error(served.post("/tokenize", {"prompt": "x", "model": "y"}), 404, "model", "model_not_found")
     check_error(served.post("/tokenize", {"messages": []}), 400, "messages", "invalid_value")
     check_error(served.post("/detokenize", {}), 400, "tokens", "missing_required_parameter")

@@ -265,6 +265,13 @@ def test_what_has_no_effect_is_taken(served):
         ),
         ({"input": [{"role": "nobody", "content": "a"}]}, "input.0.role", "the role must be"),
         ({"input": [{"role": "user"}]}, "input.0.content", "content"),
+        ({"instructions": "be", "input": [{"role": "system", "content": 5}]}, "input.1.content", "string"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name", "Missing required parameter: 'tools.0.name'"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}},
+            "text.format.schema",
+            "Invalid type: foo",
+        ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.tool_calls.0", "id"),
         ({"input": [{"type": "reasoning", "content": 3}]}, "input", "must be a list of parts"),
         ({"input": "x" * 9000}, "input", "maximum context length"),

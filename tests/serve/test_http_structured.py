@@ -126,6 +126,13 @@ FORMS = [
         "Did you mean 'structured_outputs.regex'?",
     ),
     ({"structured_outputs": {"json": {"type": 5}}}, "structured_outputs.json", "invalid_value", ""),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "invalid_value", "no text can follow it"),
+    (
+        {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "guided_json",
+        "invalid_value",
+        "oneOf constraints are not supported. Write anyOf.",
+    ),
     ({"structured_outputs": "json"}, "structured_outputs", "invalid_value", "give an object"),
     ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "unsupported_parameter", ""),
 ]
@@ -198,6 +205,23 @@ def test_every_field_in_both_endpoints(following, fields, check, stream):
             assert check("".join(texts)), texts
             assert [p["finish_reason"] for p in mine if p["finish_reason"]] == ["stop"]
             assert mine[-1]["stop_reason"] is None
+
+
+def test_formats_that_nobody_knows_are_notes(following):
+    """A form's own ones are followed, and what is only called "format" stays."""
+    own = {"type": "string", "format": "date"}
+    schema = {
+        "type": "object",
+        "properties": {"file": {"type": "string", "format": "path", "maxLength": 3}, "format": {"const": "wav"}, "day": own},
+        "required": ["file", "format", "day"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    text = following.post(TEXT, {"prompt": "x", "max_tokens": 400, "guided_json": schema}).json()["choices"][
+        0
+    ]["text"]
+    found = json.loads(text)
+    assert len(found["file"]) <= 3 and found["format"] == "wav"
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", found["day"])
 
 
 def test_the_openai_client(following):

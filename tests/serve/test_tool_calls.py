@@ -183,6 +183,17 @@ def test_arguments_that_end_too_early():
     assert read("llama3_json", two) == ("", [("f", "{}"), ("f", '{"')], False)
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_cut_off_a_demanded_call_is_no_text(form, several):
+    """A grammar allows nothing but calls: what is none yet is one that the last token came too early for."""
+    whole = form.write([("f", A)] * (1 + (several and form.several)))
+    for end in range(len(whole)):
+        content, calls, _ = read(form.style, whole[:end], demanded=True)
+        assert content == "" and all(name == "f" for name, _ in calls), whole[:end]
+    assert read("hermes", "<tool_call>{")[0]
+
+
 def test_a_single_call_ends_the_answer():
     parser = CallParser("hermes", single=True)
     parser.push(CALL[:-1])
