@@ -131,7 +131,9 @@ def main() -> int:
             f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False, soft_wrap=True
         )
         return 2
-    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn once it has shut down
+    # Both are raised again by uvicorn once it has shut down.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with contextlib.suppress(KeyboardInterrupt):
         log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))
         server.run(sockets=[listener])
     return int(engine.failed)

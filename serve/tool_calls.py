@@ -87,7 +87,7 @@ class CallParser(PieceReader):
                 continue
             yield from self._blank()
             matched = yield from self.match(HERMES_END)
-            if matched == len(HERMES_END):
+            if matched == len(HERMES_END) or (matched and not (yield from self.more())):  # whole, or cut
                 self._space = ""
             elif matched:
                 self._say(HERMES_END[:matched])

@@ -46,7 +46,8 @@ HERMES_TEXTS = [
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ('<tool_call>{"name": "f", "arguments": {"a": "\\"}\\\\"}}', "", [("f", '{"a": "\\"}\\\\"}')]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>ok', "ok", [("f", '{"a": 1}')]),
-    ('<tool_call>{"name": "f", "arguments": {}}</tool_', "</tool_", [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", "{}")]),  # cut
+    ('<tool_call>{"name": "f", "arguments": {}}</tool_ x', "</tool_ x", [("f", "{}")]),
     ("a <tool_call> b", "a <tool_call> b", []),
     ("a <tool_call>", "a <tool_call>", []),
     ("a <tool_cal", "a <tool_cal", []),
