@@ -106,10 +106,8 @@ async def create_message(
     request, chat = asked
     model = serving.check_model(chat.model)
     # Its clients ask for as much as large models may say.
-    try:
+    with renamed(NAMES):
         prompt, params = await prepare(serving, http_request, chat, cut=True)
-    except APIError as error:
-        raise renamed(error, NAMES) from None
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, message_id, timer)
     answer = Answer(cut=params[0].max_tokens < request.max_tokens)

@@ -127,10 +127,8 @@ class CountRequest(_Conversation):
 
 
 def _chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
-    try:
+    with renamed(NAMES):
         return ChatRequest.parse(body, defaults)
-    except APIError as error:
-        raise renamed(error, NAMES) from None
 
 
 def messages_of(given: list[Any], system: object) -> list[dict[str, Any]]:

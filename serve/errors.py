@@ -1,7 +1,8 @@
 """Errors in the shape of OpenAI's API, {"error": {"message", "type", "param", "code"}}; of Anthropic's under its routes."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -55,8 +56,16 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def renamed(error: APIError, names: Mapping[str, str]) -> APIError:
-    """The same fault with other names of fields: {theirs, as a regular expression: ours}."""
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults within it have other names of fields: {theirs, as a regular expression: ours}."""
+    try:
+        yield
+    except APIError as error:
+        raise _renamed(error, names) from None
+
+
+def _renamed(error: APIError, names: Mapping[str, str]) -> APIError:
     message, param = error.message, error.param
     for theirs, ours in names.items():
         message = re.sub(rf"'{theirs}(?=['.\[])", rf"'{ours}", message)

@@ -125,10 +125,8 @@ async def create_response(
     timer = serving.metrics.request_timer()
     request, chat = asked
     model = serving.check_model(chat.model)
-    try:
+    with renamed(CHAT_NAMES):
         prompt, params = await prepare(serving, http_request, chat)
-    except APIError as error:
-        raise renamed(error, CHAT_NAMES) from None
     response_id = f"resp_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, response_id, timer)
     head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}

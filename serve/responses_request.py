@@ -101,10 +101,8 @@ class ResponsesRequest(RequestModel):
     ) -> tuple[Self, ChatRequest]:
         """The body, and the chat completion that it asks for. Raises APIError (400) in the body's own words."""
         request = cls.parse(body)
-        try:
+        with renamed(CHAT_NAMES):
             return request, ChatRequest.parse(request._as_chat(), defaults)
-        except APIError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
     def _as_chat(self) -> dict[str, Any]:
         for name in self.include:
