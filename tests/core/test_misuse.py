@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
+from calibrate.measure import calibrate_ratios
 from tests.core.stepping import (
     CONFIG,
     PARAMS,
@@ -26,6 +27,15 @@ step = jax.jit(tj.step, static_argnums=(1, 2, 3))
 
 def chunk_of(row, tokens, count):
     return tj.Chunk(np.int32(row), np.asarray(tokens, np.int32), np.int32(count))
+
+
+def with_rows(plan, *rows):
+    """A cache with 20 tokens in each, and room for three more."""
+    cache = new_cache(plan)
+    for row in rows:
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(20), np.int32(3))
+        _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(row))
+    return cache
 
 
 def same(cache, kept):
@@ -74,10 +84,7 @@ def test_a_row_at_its_capacity_is_left_out():
 
 def test_a_fork_takes_nothing_from_a_row_that_is_not_empty():
     plan = plan_of("1.0", 2, 8)
-    cache = new_cache(plan)
-    for row in (0, 1):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(20), np.int32(3))
-        _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(row))
+    cache = with_rows(plan, 0, 1)
     kept = jax.tree.map(np.asarray, cache)
     for src, dst in ((0, 1), (0, 0)):
         cache = tj.fork(plan, cache, np.int32(src), np.int32(dst))
@@ -123,10 +130,7 @@ def test_a_chunk_has_the_tokens_that_it_has(count):
 
 def test_counts_of_single_tokens():
     plan = plan_of("1.0", 2, 8)
-    cache = new_cache(plan)
-    for row in (0, 2):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(20), np.int32(3))
-        _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(row))
+    cache = with_rows(plan, 0, 2)
     decode = tj.Decode(np.array([0, 2]), np.array([5, 6]), np.array([1, 0]))
     _, cache = step(PARAMS, CONFIG, plan, SNAPKV, cache, None, decode)
     assert cache.tail.tolist() == [1, 0, 0]
@@ -198,6 +202,17 @@ def test_budgets_in_fractions():
 def test_a_cache_of_nothing():
     with pytest.raises(ValueError, match="-1 pages for 2 requests: a cache needs at least one of each"):
         tj.init_cache(plan_of("1.0", 2, 8), CONFIG, num_pages=-1, max_requests=2)
+
+
+def test_heads_in_groups_of_none():
+    with pytest.raises(ValueError, match="multiple of heads_per_page=0"):
+        tj.split_map(np.ones((2, 4)), 8, 0)
+
+
+@pytest.mark.parametrize("sizes", [{"sinks": -4}, {"window": -5}])
+def test_a_sample_without_so_many_tokens(sizes):
+    with pytest.raises(ValueError, match="sinks and window are numbers of tokens"):
+        calibrate_ratios(PARAMS, CONFIG, random_tokens(60), SNAPKV, 0.5, **sizes)
 
 
 def test_the_scorers_that_are_used_are_those_of_calibration():
