@@ -268,3 +268,8 @@ def test_lowers_for_a_gpu(group, head_dim):
 
     traced = jax.jit(run).trace(case.q, case.k, case.v, case.pool, plan_of(case))
     assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_lowers_in_a_program_of_64_bits():
+    with jax.enable_x64(True):
+        test_lowers_for_a_gpu(16, 64)
