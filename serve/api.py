@@ -235,12 +235,13 @@ def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str
 
 
 def _parse_tokenize(body: Any) -> TokenizePromptRequest | TokenizeChatRequest:
-    asked = [isinstance(body, dict) and body.get(name) is not None for name in ("prompt", "messages")]
-    if isinstance(body, dict) and asked[0] == asked[1]:
-        code = "invalid_value" if asked[0] else "missing_required_parameter"
-        raise bad_request("Give either 'prompt' or 'messages'.", "prompt", code)
-    if asked[1]:
-        return TokenizeChatRequest.parse(body)
+    if isinstance(body, dict):
+        prompt, chat = (body.get(name) is not None for name in ("prompt", "messages"))
+        if prompt == chat:
+            code = "invalid_value" if chat else "missing_required_parameter"
+            raise bad_request("Give either 'prompt' or 'messages'.", "prompt", code)
+        if chat:
+            return TokenizeChatRequest.parse(body)
     return TokenizePromptRequest.parse(body)
 
 
