@@ -14,7 +14,7 @@ import pytest
 from models.config import ModelConfig
 from models.gguf_tokenizer import read_tokenizer
 from models.testing import tiny_config, tiny_tokenizer
-from serve import grammar
+from serve import grammar, schemas
 from serve.grammar import GrammarError, GrammarFailure, Vocabulary
 from serve.grammar_cache import GrammarCache
 from serve.structured import GrammarSpec
@@ -254,6 +254,19 @@ BAD = [
     (lark("regex", "a?" * 2000), "too many"),
     (lark("json", json.loads('{"items":' * 140 + "{}" + "}" * 140)), "recursion limit"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(schemas._FORMATS))
+def test_formats_that_the_library_follows(name):
+    TINY.compile(lark("json", {"type": "string", "format": name}))
+
+
+def test_formats_that_the_library_refuses_are_left_out():
+    """Were they known some day, they would have to be followed."""
+    for name in ("path", "regex", "int32"):
+        with pytest.raises(GrammarError, match="Unknown format"):
+            TINY.compile('start: %json {"format": "' + name + '"}')
+        TINY.compile(lark("json", {"format": name}))
 
 
 @pytest.mark.parametrize(("text", "message"), BAD, ids=lambda case: case[:30])
