@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -41,8 +40,7 @@ class Paced:
         self._streams, self._step, self._busy = streams, step, busy
         self._running: dict[str, tuple[GenerationRequest, OutputCallback]] = {}
         self._all_here = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         self._running[request.request_id] = request, on_output
@@ -131,7 +129,7 @@ async def ask_all(port: int, streams: int, tokens: int) -> int:
     return sum(await asyncio.gather(*[ask(port, tokens) for _ in range(streams)]))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--busy-ms", type=float, default=1.0, help="of a step, in which the engine's thread works"
     )
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     if args.client:
         print(asyncio.run(ask_all(args.client, args.streams, args.tokens)))
         return
