@@ -30,6 +30,10 @@ GAUGE_SECONDS = 0.2  # between two looks at all rows for the gauges that need th
 log = logging.getLogger("tangram.engine")
 
 
+def _bad_grammar(choice: int, error: GrammarFailure) -> TokenOutput:
+    return TokenOutput(choice=choice, finish_reason="error", error=str(error), bad_grammar=True)
+
+
 @dataclass(frozen=True)
 class _UnderWay:
     handles: list[Handles]
@@ -235,7 +239,7 @@ class Engine:
             for choice in range(request.n):
                 self._emit(
                     Sequence(request, choice, on_output, 0, 0, self._runner.plan.group_ppm),
-                    TokenOutput(choice=choice, finish_reason="error", error=str(error)),
+                    _bad_grammar(choice, error),
                 )
             return
         base = how.seed
@@ -325,7 +329,7 @@ class Engine:
             log.warning("Request %s: %s", sequence.request.request_id, error)
             if output.finish_reason:
                 return None
-            last = TokenOutput(choice=sequence.choice, finish_reason="error", error=str(error))
+            last = _bad_grammar(sequence.choice, error)
         output.finish_reason = None
         return last
 

@@ -211,7 +211,8 @@ class Generation:
             )
             for p, prompt in enumerate(prompts)
         ]
-        self._submission = Submission(serving.engine, serving.hub, requests)
+        form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
+        self._submission = Submission(serving.engine, serving.hub, requests, form)
         self._draining = serving.draining
         plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None

@@ -195,7 +195,9 @@ def _failure(why: BaseException | str) -> BaseException:
     if isinstance(why, (KeyboardInterrupt, SystemExit)):
         return why
     said = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-    return GrammarFailure(f"the grammar of this request cannot be followed any further: {_plain(said)}")
+    return GrammarFailure(
+        f"the grammar of this request cannot be followed any further, make it simpler: {_plain(said)}"
+    )
 
 
 def _fill(matcher: Any, mask: np.ndarray) -> None:

@@ -81,6 +81,7 @@ class TokenOutput:
     cached_tokens: int = 0  # on the first output of choice 0: prompt tokens whose KV entries were reused
     prompt_logprobs: list[PromptLogprob | None] | None = None  # on the first of choice 0; begins with None
     error: str | None = None  # with finish_reason "error": what went wrong, shown to the client
+    bad_grammar: bool = False  # with "error": the grammar, so the request, is at fault, not the engine
 
 
 OutputCallback = Callable[[TokenOutput], None]

@@ -141,7 +141,8 @@ async def create_response(
 
     events = partial(_events, generation, answer, head)
     headers = {"x-request-id": response_id}
-    return await respond_with(http_request, generation, events, whole, headers, stream=chat.stream)
+    with renamed(CHAT_NAMES):
+        return await respond_with(http_request, generation, events, whole, headers, stream=chat.stream)
 
 
 def _whole(
@@ -195,6 +196,7 @@ async def _events(generation: Generation, answer: Answer, head: dict[str, Any]) 
         # The status line is gone already.
         for _ in answer.end("incomplete"):
             pass
-        fault = {"code": "server_error", "message": error.message}
+        code = "server_error" if error.status >= 500 else error.code
+        fault = {"code": code, "message": error.message}
         response = head | begun | {"status": "failed", "error": fault, "output": answer.items}
         yield event({"type": "response.failed", "response": response})

@@ -87,10 +87,14 @@ class Mailbox:
 class Submission:
     """The engine requests of one HTTP request: one a prompt. Leaving the context aborts what still runs."""
 
-    def __init__(self, engine: EngineProtocol, hub: OutputHub, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, engine: EngineProtocol, hub: OutputHub, requests: Sequence[GenerationRequest], form: str
+    ) -> None:
+        """`form`: the field that their grammar comes from, if they have one."""
         self._engine = engine
         self._hub = hub
         self._requests = requests
+        self._form = form
         self._submitted: list[GenerationRequest] = []
         self._mailbox = Mailbox()
         self._running = {(p, c) for p, request in enumerate(requests) for c in range(request.n)}
@@ -120,7 +124,7 @@ class Submission:
             self._mailbox.put((time.monotonic(), p, output))
 
     async def take(self) -> list[Arrival]:
-        """Wait for outputs. Raises APIError when the engine failed or dropped a request."""
+        """Wait for outputs. Raises APIError when a grammar or the engine failed, or a request was dropped."""
         while True:
             arrivals = []
             for arrival in await self._mailbox.take():
@@ -129,9 +133,10 @@ class Submission:
                 if key not in self._running:
                     continue  # came after an abort
                 if output.finish_reason == "error":
-                    raise APIError(
-                        500, output.error or "The engine failed on this request.", code="engine_error"
-                    )
+                    message = output.error or "The engine failed on this request."
+                    if output.bad_grammar:
+                        raise bad_request(message, self._form, "invalid_value")
+                    raise APIError(500, message, code="engine_error")
                 if output.finish_reason == "abort":
                     raise unavailable("The server dropped this request: it is shutting down.")
                 if output.finish_reason is not None:

@@ -30,6 +30,7 @@ class Script:
     delay: float = 0.0  # seconds before each token
     cached_tokens: int = 0
     error: str | None = None
+    bad_grammar: bool = False  # whose error it is
     follow: bool = False  # any tokens that the request's grammar allows instead, to its end
 
 
@@ -157,7 +158,12 @@ class _Choice:
     def next_output(self) -> TokenOutput | None:
         script, sampling = self.script, self.request.sampling
         if self.position == 0 and script.error is not None:
-            return TokenOutput(choice=self.index, finish_reason="error", error=script.error)
+            return TokenOutput(
+                choice=self.index,
+                finish_reason="error",
+                error=script.error,
+                bad_grammar=script.bad_grammar,
+            )
         if script.follow:
             return self._follow()
         if self.position >= len(script.tokens) and not script.cycle:

@@ -108,7 +108,8 @@ def test_a_grammar_that_cannot_be_started_ends_its_request_alone(engine, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(broken, "start", lost)
         answers = engine.ask(tokens_of(9), 3, grammar=broken).wait()
-    assert [(a.finish_reason, a.outputs[-1].error) for a in answers] == [("error", "lost")] * 3
+    last = [a.outputs[-1] for a in answers]
+    assert [(o.finish_reason, o.error, o.bad_grammar) for o in last] == [("error", "lost", True)] * 3
     engine.settle()
     assert len(engine.answer(tokens_of(9), max_tokens=3).tokens) == 3
 
@@ -275,7 +276,7 @@ def test_a_failure_ends_one_request_alone(engine, monkeypatch):
     other = engine.ask(tokens_of(10), max_tokens=30)
     broken = engine.ask(tokens_of(12), max_tokens=20, grammar=regex("[a-z]{20}")).wait()[0]
     assert (len(broken.tokens), broken.finish_reason) == (4, "error")
-    assert "cannot be followed" in broken.outputs[-1].error
+    assert "cannot be followed" in broken.outputs[-1].error and broken.outputs[-1].bad_grammar
     assert other.wait()[0].tokens == greedy(tokens_of(10), 30)
     engine.settle()
     monkeypatch.undo()

@@ -303,6 +303,34 @@ def test_a_panic_of_the_library_is_a_400(served, monkeypatch):
     )
 
 
+FORM = {"type": "json_schema", "schema": SCHEMA}
+FAILING = [
+    (CHAT, {"messages": HELLO, "guided_json": SCHEMA}, "guided_json"),
+    (TEXT, {"prompt": "x", "guided_regex": "a"}, "guided_regex"),
+    ("/v1/responses", {"input": "x", "text": {"format": {"name": "x", **FORM}}}, "text.format.schema"),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "output_config": {"format": FORM}}, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), FAILING, ids=no_status)
+def test_a_grammar_that_cannot_be_followed_is_the_requests_fault(served, path, body, param):
+    """Whole it is a 400; in a stream, whose status is out, an error of the same type and code."""
+    served.script([], error="the grammar takes too long: make it simpler", bad_grammar=True)
+    response = served.post(path, body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"].endswith("make it simpler")
+    assert error["type"] == "invalid_request_error"
+    if param:
+        check_error(response, 400, param, "invalid_value")
+    answer = served.post(path, body | {"stream": True}).text
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    if path == "/v1/responses":
+        fault = events[-1]["response"]["error"]
+        assert fault == {"code": "invalid_value", "message": error["message"]}
+    else:
+        assert events[-1]["error"] == error
+
+
 def test_too_many_grammars_at_once(served, monkeypatch):
     monkeypatch.setattr("serve.grammar_cache.MOST_WAITING", 0)
     body = {"messages": HELLO, "guided_regex": "nobody compiles this"}
