@@ -56,9 +56,11 @@ class Scheduler:
         try:
             budgets = self.budgets(retention)
         except ValueError as error:
+            most = self.plan.max_retention  # in full: one that is rounded up would be refused
             raise RequestRejected(
-                f"a request may keep at most {self.plan.max_retention:g} of its KV cache here, not {retention:g}: ask for "
-                "less, or start the server with a higher --max-retention",
+                f"kv_retention {retention} is above {most}, the most that a request may ask for here (one that asks for "
+                f"nothing may keep more, by the profile's margin): ask for at most {most}, leave it out, or start the "
+                "server with a higher --max-retention",
                 "kv_retention",
             ) from error
         total = prompt_length + max_tokens

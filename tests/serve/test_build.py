@@ -12,6 +12,7 @@ from serve.args import DIVISIONS, ConfigError, ServeConfig
 from serve.buckets import make_buckets
 from serve.build import build, build_engine, read_chat_template, sampling_defaults
 from serve.flags import make_parser, parse_args
+from serve.request import RequestRejected
 from tangram_jax import plan
 from tangram_jax.profile import BudgetProfile
 
@@ -234,3 +235,17 @@ def test_requests_may_keep_as_much_as_the_server_or_as_it_is_told(tmp_path):
     full = plan(retention=1.0, heads_per_page=1)
     assert (full.group_ppm == 1_000_000).all()
     assert full.budgets_at(0.25).tolist() == plan(retention=0.25, heads_per_page=1).group_ppm.tolist()
+
+
+def test_between_a_profiles_target_and_what_its_margin_keeps_the_most_is_named(tmp_path):
+    """One that is advised is taken, though it is no round number; 0.6 once was told to keep 0.5, where others keep 0.65."""
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    BudgetProfile(budgets=np.full((1, 4), 0.65), retention=0.512345678).save(tmp_path / "p.npz")
+    served = ServeConfig(profile=str(tmp_path / "p.npz"), num_pages=4000, max_model_len=1024)
+    scheduler = build_engine(served, model, dtype=jnp.float32).engine._scheduler
+    with pytest.raises(RequestRejected, match=r"0\.6 is above .* may keep more, by the profile's") as refused:
+        scheduler.check(5, 5, 0.6)
+    (most,) = re.findall(r"ask for at most ([0-9.]+),", str(refused.value))
+    scheduler.check(5, 5, float(most))
+    assert float(most) == 0.512345678

@@ -56,7 +56,7 @@ def test_what_is_stored_is_for_requests_of_the_same_retention(engine):
 
 def test_more_than_the_server_allows_is_refused(engine):
     with pytest.raises(
-        RequestRejected, match=r"at most 1 of its KV cache here, not 1\.5.*--max-retention"
+        RequestRejected, match=r"kv_retention 1\.5 is above 1\.0, .*--max-retention"
     ) as refused:
         engine.ask(tokens_of(5), retention=1.5)
     assert refused.value.field == "kv_retention"
