@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve.errors import bad_request
+from serve.errors import APIError, bad_request
 from serve.fields import RequestModel
 from serve.messages import Messages
 from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
@@ -72,6 +72,11 @@ _CHAT_OFF = _EXTENSIONS_OFF | {
 }
 _COMPLETION_OFF = _EXTENSIONS_OFF | {"suffix": ("",)}
 _CHAT_INSTEAD = {"functions": "use 'tools'", "function_call": "use 'tool_choice'"}
+
+
+def _refused(param: str, fault: str) -> APIError:
+    """Of a rule about several fields, which pydantic gives no name: that of the one to be changed."""
+    return bad_request(f"{fault}.", param, "invalid_value")
 
 
 class StreamOptions(RequestModel):
@@ -146,12 +151,10 @@ class SamplingRequest(RequestModel):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "'stream_options' is only allowed with 'stream': true"
-            )
+            raise _refused("stream_options", "'stream_options' is only allowed with 'stream': true")
         if self.truncate_prompt_tokens == 0:
-            raise PydanticCustomError(
-                "truncate", "'truncate_prompt_tokens' must be positive, or -1 for the maximum"
+            raise _refused(
+                "truncate_prompt_tokens", "'truncate_prompt_tokens' must be positive, or -1 for the maximum"
             )
         guided = {
             "json": self.guided_json,
@@ -183,15 +186,16 @@ class ChatFields(ToolFields):
     def _check_ending(self) -> Self:
         if self.continue_final_message:
             if self.messages[-1].role != "assistant":
-                raise PydanticCustomError(
-                    "final", "'continue_final_message' needs a last message of the assistant"
+                raise _refused(
+                    "continue_final_message", "'continue_final_message' needs a last message of the assistant"
                 )
             if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-                raise PydanticCustomError(
-                    "final", "set 'add_generation_prompt' to false with 'continue_final_message'"
+                raise _refused(
+                    "add_generation_prompt",
+                    "set 'add_generation_prompt' to false with 'continue_final_message'",
                 )
             if self.messages[-1].tool_calls:  # they come after its text
-                raise PydanticCustomError("final", "a message with 'tool_calls' cannot be continued")
+                raise _refused("continue_final_message", "a message with 'tool_calls' cannot be continued")
             self.add_generation_prompt = False
         return self
 
@@ -212,7 +216,7 @@ class ChatRequest(SamplingRequest, ChatFields):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("logprobs", "'top_logprobs' needs 'logprobs': true")
+            raise _refused("top_logprobs", "'top_logprobs' needs 'logprobs': true")
         return self
 
     @model_validator(mode="after")
@@ -253,11 +257,9 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.best_of is not None and self.best_of != self.n:
-            raise PydanticCustomError("best_of", "'best_of' is not supported: leave it out, or set it to 'n'")
+            raise _refused("best_of", "'best_of' is not supported: leave it out, or set it to 'n'")
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError(
-                "max_tokens", "'max_tokens' must be at least 1, except with 'echo': true"
-            )
+            raise _refused("max_tokens", "'max_tokens' must be at least 1, except with 'echo': true")
         return self
 
 

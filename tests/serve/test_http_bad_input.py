@@ -105,10 +105,15 @@ CHAT_FIELDS = [
     ({"stop": ["a"] * 17}, "stop", "invalid_value", "at most 16"),
     ({"stop": [1]}, "stop", "invalid_value", ""),
     ({"stop_token_ids": [264]}, "stop_token_ids", "invalid_value", "from 0 to 263"),
-    ({"top_logprobs": 2}, None, None, "needs 'logprobs'"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value", "needs 'logprobs'"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "20"),
     ({"stream": "yes"}, "stream", "invalid_value", ""),
-    ({"stream_options": {"include_usage": True}}, None, None, "only allowed with 'stream'"),
+    (
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+        "invalid_value",
+        "only allowed with 'stream'",
+    ),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "invalid_value", ""),
     ({"max_token": 5}, "max_token", "unknown_parameter", "Did you mean 'max_tokens'?"),
     ({"retention": 0.5}, "retention", "unknown_parameter", "Unknown field 'retention'"),
@@ -129,8 +134,18 @@ CHAT_FIELDS = [
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None, "cannot be set"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", None, "'self' cannot be set"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "invalid_value", ""),
-    ({"continue_final_message": True}, None, None, "needs a last message of the assistant"),
-    ({"truncate_prompt_tokens": 0}, None, None, "must be positive"),
+    ({"continue_final_message": True}, "continue_final_message", "invalid_value", "needs a last message"),
+    (
+        {
+            "messages": [{"role": "assistant", "content": "a"}],
+            "continue_final_message": True,
+            "add_generation_prompt": True,
+        },
+        "add_generation_prompt",
+        "invalid_value",
+        "to false with",
+    ),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value", "must be positive"),
 ]
 
 TEXT_FAULTS = [
@@ -156,8 +171,8 @@ TEXT_FAULTS = [
     ({"prompt": [9] * 10**6}, "prompt", "context_length_exceeded", "resulted in 1000000 tokens"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value", ""),
     ({"prompt": "a", "logprobs": True}, "logprobs", "invalid_value", ""),
-    ({"prompt": "a", "max_tokens": 0}, None, None, "except with 'echo'"),
-    ({"prompt": "a", "best_of": 3}, None, None, "'best_of' is not supported"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value", "except with 'echo'"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "invalid_value", "'best_of' is not supported"),
     ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter", ""),
     ({"prompt": "a", "messages": []}, "messages", "unknown_parameter", ""),
 ]

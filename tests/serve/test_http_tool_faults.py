@@ -105,8 +105,8 @@ FAULTS = [
     (called(id="a", function=GOOD | {"arguments": "[" * 10000}), None, "invalid_value", "not valid JSON: "),
     (
         called(id="a", function=GOOD) | {"continue_final_message": True},
-        None,
-        None,
+        "continue_final_message",
+        "invalid_value",
         "a message with 'tool_calls' cannot be continued",
     ),
 ]  # fmt: skip
