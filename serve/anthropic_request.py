@@ -158,6 +158,10 @@ def _add_turn(messages: list[dict[str, Any]], role: str, blocks: list[dict[str, 
     for n, block in enumerate(blocks):
         if block.get("type") == "tool_result":
             content = _text(block.get("content", ""), f"{where}.{n}.content")
+            if not isinstance(failed := block.get("is_error"), bool | None):
+                raise _fault(f"{where}.{n}.is_error", "give true or false")
+            if failed:  # templates have no other place for it
+                content = f"Error: {content}"
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         else:
             texts.append(_text([block], f"{where}.{n}"))

@@ -223,8 +223,10 @@ def test_blocks_become_messages():
                     "type": "tool_result",
                     "tool_use_id": "1",
                     "content": [{"type": "text", "text": "r"}],
-                    "is_error": True,
-                }
+                    "is_error": False,
+                },
+                {"type": "tool_result", "tool_use_id": "2", "content": "no such f", "is_error": True},
+                {"type": "tool_result", "tool_use_id": "3", "is_error": True},
             ],
         },
     ]
@@ -237,6 +239,8 @@ def test_blocks_become_messages():
             "tool_calls": [{"id": "1", "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "r"},
+        {"role": "tool", "tool_call_id": "2", "content": "Error: no such f"},
+        {"role": "tool", "tool_call_id": "3", "content": "Error: "},
     ]  # fmt: skip
 
 
@@ -270,6 +274,10 @@ def test_tokens_are_counted(served):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "blocks of type 'image' are not"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs a string 'text'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "'tool_call_id'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "is_error": "no"}]}]},
+            "'messages.0.content.0.is_error': give true or false",
+        ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": "x"}]}]},
             "give an object",
