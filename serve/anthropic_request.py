@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-import pydantic_core
 from pydantic import Field, model_validator
 
 from serve.errors import APIError, bad_request, renamed
 from serve.fields import RequestModel, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import MAX_STOPS, ChatRequest
+from serve.stream import json_bytes
 from serve.tools import MAX_TOOLS
 
 # What a fault of the chat request is called here.
@@ -162,7 +162,8 @@ def _add_turn(messages: list[dict[str, Any]], role: str, blocks: list[dict[str, 
                 raise _fault(f"{where}.{n}.is_error", "give true or false")
             if failed:  # templates have no other place for it
                 content = f"Error: {content}"
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            asked = _string(block, "tool_use_id", f"{where}.{n}")
+            messages.append({"role": "tool", "tool_call_id": asked, "content": content})
         else:
             texts.append(_text([block], f"{where}.{n}"))
     if texts or not blocks:
@@ -176,16 +177,25 @@ def _add_answer(messages: list[dict[str, Any]], role: str, blocks: list[dict[str
         if kind == "tool_use":
             if not isinstance(block.get("input"), dict):
                 raise _fault(f"{where}.{n}.input", "give an object")
-            arguments = pydantic_core.to_json(block["input"]).decode()
-            call = {"name": block.get("name"), "arguments": arguments}
-            message.setdefault("tool_calls", []).append(
-                {"id": block.get("id"), "type": "function", "function": call}
-            )
+            name, arguments = _string(block, "name", f"{where}.{n}"), json_bytes(block["input"]).decode()
+            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+            call["id"] = _string(block, "id", f"{where}.{n}")
+            message.setdefault("tool_calls", []).append(call)
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
         elif kind != "redacted_thinking":
             message["content"] += _text([block], f"{where}.{n}")
+    if len(message.get("tool_calls", ())) > MAX_TOOLS:
+        raise _fault(where, f"at most {MAX_TOOLS} blocks of type 'tool_use' are possible")
     messages.append(message)
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    """A field that must be there; a fault of the chat message would have another place and name."""
+    value = block.get(name)
+    if not isinstance(value, str) or not value:
+        raise _fault(f"{where}.{name}", "give a string that is not empty")
+    return value
 
 
 def _text(content: object, where: str) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +17,7 @@ _KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+type Names = Mapping[str, str | Callable[[re.Match[str]], str]]
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 
 
@@ -57,18 +58,18 @@ def anthropic_body(error: APIError) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Faults within it have other names of fields: {theirs, as a regular expression: ours}."""
+def renamed(names: Names) -> Iterator[None]:
+    """Faults within it have other names of fields: {theirs, as a regular expression: ours, as `re.sub` takes it}."""
     try:
         yield
     except APIError as error:
         raise _renamed(error, names) from None
 
 
-def _renamed(error: APIError, names: Mapping[str, str]) -> APIError:
+def _renamed(error: APIError, names: Names) -> APIError:
     message, param = error.message, error.param
     for theirs, ours in names.items():
-        message = re.sub(rf"'{theirs}(?=['.\[])", rf"'{ours}", message)
+        message = re.sub(rf"(?<='){theirs}(?=['.\[])", ours, message)
         param = param and re.sub(rf"^{theirs}(?=$|[.\[])", ours, param)
     return APIError(error.status, message, param=param, code=error.code, headers=error.headers)
 

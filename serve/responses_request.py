@@ -1,5 +1,6 @@
 """Bodies of POST /v1/responses: OpenAI's other form of a conversation, brought into that of chat completions."""
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Self
@@ -18,8 +19,12 @@ _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")  # the latter: thoughts
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _RESEND = "send the earlier turns in 'input': what of them is in the cache is found by itself"
 
-# What a fault of the chat request is called here.
+# What a fault of the chat request is called here; a place in its messages first (`_Conversation.place`).
+_PLACE = r"messages\.(\d+)(\.content|\.tool_calls\.\d+)?"
 CHAT_NAMES = {
+    r"(input\.\d+)\.(?:tool_call_id|id)": r"\1.call_id",
+    r"(input\.\d+)\.function": r"\1",
+    "tool_call_id": "call_id",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     r"response_format(\.json_schema)?": "text.format",
@@ -101,10 +106,11 @@ class ResponsesRequest(RequestModel):
     ) -> tuple[Self, ChatRequest]:
         """The body, and the chat completion that it asks for. Raises APIError (400) in the body's own words."""
         request = cls.parse(body)
-        with renamed(CHAT_NAMES):
-            return request, ChatRequest.parse(request._as_chat(), defaults)
+        conversation = conversation_of(request.input, request.instructions)
+        with renamed({_PLACE: conversation.place, **CHAT_NAMES}):
+            return request, ChatRequest.parse(request._as_chat(conversation.messages), defaults)
 
-    def _as_chat(self) -> dict[str, Any]:
+    def _as_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         for name in self.include:
             if name not in _INCLUDABLE:
                 raise bad_request(
@@ -118,7 +124,7 @@ class ResponsesRequest(RequestModel):
         )  # fmt: skip
         chat = {name: getattr(self, name) for name in same}
         chat |= {
-            "messages": messages_of(self.input, self.instructions),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _response_format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
@@ -135,7 +141,7 @@ class ResponsesRequest(RequestModel):
         return _LOGPROBS in self.include or bool(self.top_logprobs)
 
 
-def messages_of(given: object, instructions: str | None) -> list[Any]:
+def conversation_of(given: object, instructions: str | None) -> "_Conversation":
     """The messages of a chat that 'input' and 'instructions' stand for. Raises APIError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -145,8 +151,9 @@ def messages_of(given: object, instructions: str | None) -> list[Any]:
         raise _fault(f"at most {MAX_MESSAGES} items are possible")
     conversation = _Conversation()
     if instructions:
-        conversation.messages.append({"role": "system", "content": instructions})
-    for item in given:
+        conversation.add({"role": "system", "content": instructions})
+    for n, item in enumerate(given):
+        conversation.item = f"input.{n}"
         if not isinstance(item, dict):
             raise _fault("an item must be an object")
         kind = item.get("type", "message")
@@ -154,7 +161,7 @@ def messages_of(given: object, instructions: str | None) -> list[Any]:
         if add is None:
             raise _fault(f"items of type {str(kind)[:40]!r} are not supported: {', '.join(_ITEMS)} are")
         add(conversation, item)
-    return conversation.messages
+    return conversation
 
 
 class _Conversation:
@@ -162,6 +169,17 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self.item = "instructions"  # what is taken in
+        self._places: dict[str, str] = {}  # what _PLACE can match: where the client finds it
+
+    def place(self, found: re.Match[str]) -> str:
+        """The client's own name for a place in the messages; its words may look like one that is not there."""
+        item = self._places.get(f"messages.{found[1]}", "input")
+        return self._places.get(found[0]) or item + (found[2] or "")
+
+    def add(self, message: dict[str, Any]) -> None:
+        self._places[f"messages.{len(self.messages)}"] = self.item
+        self.messages.append(message)
 
     def message(self, item: dict[str, Any]) -> None:
         role, content = item.get("role"), _text(item.get("content"))
@@ -175,17 +193,21 @@ class _Conversation:
             self.messages[0]["content"] += f"\n\n{content}"
         elif role == "assistant":
             self._answer("content")["content"] = content  # after calls, too: their results follow it
+            self._places[f"messages.{len(self.messages) - 1}.content"] = f"{self.item}.content"
         else:
-            self.messages.append({"role": role, "content": content})
+            self.add({"role": role, "content": content})
 
     def call(self, item: dict[str, Any]) -> None:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        self._answer().setdefault("tool_calls", []).append(call)
+        calls = self._answer().setdefault("tool_calls", [])
+        self._places[f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"] = self.item
+        calls.append(call)
 
     def result(self, item: dict[str, Any]) -> None:
         content = _text(item.get("output"))
-        self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        self._places[f"messages.{len(self.messages)}.content"] = f"{self.item}.output"
+        self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
 
     def thoughts(self, item: dict[str, Any]) -> None:
         parts = item.get("content") or []
@@ -200,7 +222,7 @@ class _Conversation:
         last = self.messages[-1] if self.messages else None
         if last and last["role"] == "assistant" and not last.keys() & set(unless):
             return last
-        self.messages.append({"role": "assistant"})
+        self.add({"role": "assistant"})
         return self.messages[-1]
 
 

@@ -21,6 +21,15 @@ FUNCTIONS = [
 ]
 
 
+def called(*more, **fields):
+    """A body with a call in its third message, after one that becomes two."""
+    results = [{"type": "tool_result", "tool_use_id": "0"}, {"type": "text", "text": "a"}]
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}} | fields
+    answer = [{"type": "text", "text": "b"}, call, *more]
+    turns = (("user", results), ("user", "c"), ("assistant", answer))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def events_of(served, **body):
     whole = {"model": "tiny", "max_tokens": 400, "messages": HELLO, "stream": True} | body
     return named_events(served, MESSAGES, whole)
@@ -213,7 +222,7 @@ def test_blocks_become_messages():
                 {"type": "thinking", "thinking": "t", "signature": "s"},
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "c"},
-                {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1, "y": math.inf}},
             ],
         },
         {
@@ -230,7 +239,7 @@ def test_blocks_become_messages():
             ],
         },
     ]
-    function = {"name": "f", "arguments": '{"x":1}'}
+    function = {"name": "f", "arguments": '{"x":1,"y":null}'}
     assert messages_of(given, "s") == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
@@ -273,7 +282,16 @@ def test_tokens_are_counted(served):
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "blocks of type 'image' are not"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs a string 'text'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "'tool_call_id'"),
+        (
+            {
+                "messages": [*HELLO, {"role": "user", "content": [{"type": "tool_result"}]}],
+                "system": "Be kind.",
+            },
+            "'messages.1.content.0.tool_use_id': give a string",
+        ),
+        (called(name=""), "'messages.2.content.1.name': give a string that is not empty"),
+        (called(id=3), "'messages.2.content.1.id': give a string"),
+        (called(*[{"type": "tool_use", "id": "1", "name": "f", "input": {}}] * 128), "at most 128 blocks"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "is_error": "no"}]}]},
             "'messages.0.content.0.is_error': give true or false",

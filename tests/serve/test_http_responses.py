@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from serve.responses_request import messages_of
+from serve.responses_request import conversation_of
 from tests.serve.http_server import EOS, ids, named_events, serving
 from tests.serve.test_tool_formats import TOOLS
 from tests.serve.thought_templates import thought_tokenizer
@@ -198,7 +198,7 @@ def test_items_become_messages():
     def call(number, name):
         return {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
-    assert messages_of(items, "Kind.") == [
+    assert conversation_of(items, "Kind.").messages == [
         {"role": "system", "content": "Kind.\n\nShort."},
         {"role": "user", "content": "a"},
         {
@@ -215,10 +215,10 @@ def test_items_become_messages():
 def test_what_is_said_after_calls_is_of_the_same_answer():
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "1", "output": "s"}
-    said = messages_of(
+    said = conversation_of(
         [{"role": "user", "content": "a"}, call, {"role": "assistant", "content": "b"}, result], None
     )
-    assert [(m["role"], m["content"], len(m.get("tool_calls", ()))) for m in said] == [
+    assert [(m["role"], m["content"], len(m.get("tool_calls", ()))) for m in said.messages] == [
         ("user", "a", 0),
         ("assistant", "b", 1),
         ("tool", "s", 0),
@@ -265,14 +265,14 @@ def test_what_has_no_effect_is_taken(served):
         ),
         ({"input": [{"role": "nobody", "content": "a"}]}, "input.0.role", "the role must be"),
         ({"input": [{"role": "user"}]}, "input.0.content", "content"),
-        ({"instructions": "be", "input": [{"role": "system", "content": 5}]}, "input.1.content", "string"),
+        ({"instructions": "be", "input": [{"role": "system", "content": 5}]}, "input.0.content", "string"),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "Missing required parameter: 'tools.0.name'"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "foo"}}}},
             "text.format.schema",
             "Invalid type: foo",
         ),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.tool_calls.0", "id"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id", "'input.0.call_id'"),
         ({"input": [{"type": "reasoning", "content": 3}]}, "input", "must be a list of parts"),
         ({"input": "x" * 9000}, "input", "maximum context length"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
@@ -286,6 +286,7 @@ def test_what_has_no_effect_is_taken(served):
         ({"tools": [{"type": "web_search"}]}, "tools.0", "tools of type 'web_search' are not supported"),
         ({"tools": [3]}, "tools.0", "a tool must be"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function", "name": "messages.7"}}, "tool_choice", "no tool of the name"),
         ({"text": {"format": {"type": "x"}}}, "text.format", "format"),
         ({"text": {"fromat": {}}}, "text.fromat", "Did you mean 'text.format'"),
         ({"text": 3}, "text", "text"),
@@ -303,6 +304,33 @@ def test_faults(served, body, param, message):
     assert message in error["message"], error
     assert (error["param"] or "").startswith(param), error
     assert "messages" not in (error["param"] or "") and not served.engine.requests
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("item", "param", "message"),
+    [
+        (CALL | {"arguments": "{"}, "input.4", "'arguments' is not valid JSON"),
+        (CALL | {"arguments": 3}, "input.4.arguments", "valid string"),
+        (CALL | {"name": ""}, "input.4.name", "at least 1 character"),
+        (CALL | {"call_id": 3}, "input.4.call_id", "valid string"),
+        ({"role": "assistant", "content": 3}, "input.4.content", "valid string"),
+        ({"type": "function_call_output", "output": "s"}, "input.4", "needs a 'call_id'"),
+        ({"type": "function_call_output", "call_id": "1", "output": 3}, "input.4.output", "valid string"),
+        ({"role": "nobody", "content": "a"}, "input.4.role", "the role must be"),
+    ],
+    ids=str,
+)
+def test_faults_name_the_item_that_was_sent(served, item, param, message):
+    """Whatever message it has become a part of."""
+    thoughts = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]}
+    items = [{"role": "developer", "content": "Short."}, {"role": "user", "content": "a"}, thoughts, CALL]
+    answer = served.post(RESPONSES, {"instructions": "Kind.", "input": [*items, item]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert f"'{param}': " in error["message"] and message in error["message"]
 
 
 def test_keys_are_asked_for():
