@@ -85,6 +85,15 @@ class Config:
         return self.tuning.turns if self.packed else 1
 
     @property
+    def loaders(self) -> int:
+        """Warps that load pages on their own: issued by the warpgroup as one, small pages are slower than the memory.
+
+        The interpreter knows no warps.
+        """
+        page_bytes = self.page * self.head_dim * (1 if self.packed else 2)
+        return 4 if page_bytes <= self.tuning.small_page and not self.interpreted else 1
+
+    @property
     def registers(self) -> int:
         """Of a thread of the computing warpgroups, where there are several."""
         return min((512 - LOAD_REGISTERS) // self.turns // 8 * 8, 232)

@@ -16,6 +16,14 @@ def load(cfg: Config, refs: Refs) -> None:
     """The pages of the share, tile by tile."""
     if cfg.turns > 1:
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+    if cfg.loaders == 1:
+        _load_share(cfg, refs)
+    else:
+        plgpu.warp_map(functools.partial(_load_share, cfg, refs))
+
+
+def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> None:
+    """All of it by the warpgroup, or a warp's part: every so-manieth page."""
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
@@ -61,13 +69,17 @@ def load(cfg: Config, refs: Refs) -> None:
                     # What a slot's first load leaves out would be read as whatever lay there: it is whole.
                     whole = (held >= cfg.block) | (turn < slots)
 
-                    def load_pages(held: Any, kv: int = kv, slot: Any = slot) -> None:
+                    def load_pages(held: Any, kv: int = kv, slot: Any = slot, turn: Any = turn) -> None:
                         for u, page in enumerate(ids):
                             left = cfg.page if held is None else held - u * cfg.page
-                            _load_page(cfg, refs, page, kv, column, slot, u, left)
+                            one = functools.partial(_load_page, cfg, refs, page, kv, column, slot, u, left)
+                            if warp is None:
+                                one()
+                            else:
+                                pl.when(lax.rem(turn * cfg.pages + u, i32(cfg.loaders)) == warp)(one)
 
                     pl.when(whole)(functools.partial(load_pages, None))
-                    pl.when(jnp.logical_not(whole))(functools.partial(load_pages, held))
+                    pl.when((held < cfg.block) & (turn >= slots))(functools.partial(load_pages, held))
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)
@@ -113,9 +125,8 @@ def _load_page(
         if count == cfg.granule:
             copy(count)
             return
-        fewer = held <= count - cfg.granule
-        pl.when(jnp.logical_not(fewer))(lambda: copy(count))
-        pl.when(fewer)(lambda: at_most(count - cfg.granule))
+        pl.when(held > count - cfg.granule)(lambda: copy(count))
+        pl.when(held <= count - cfg.granule)(lambda: at_most(count - cfg.granule))
 
     if isinstance(held, int):
         copy(held)

@@ -15,6 +15,7 @@ class Tuning:
     packed_bytes: int = 16384  # the same of byte pages: what unpacking leaves room for in registers
     turns: int = 2  # computing warpgroups for these: unpacking is more than one can do at the memory's pace
     slots: int = 4  # tiles in flight, keys and values counted apart; more crowd the memory and are slower
+    small_page: int = 2048  # bytes of one head's keys: so small ones are loaded by each warp on its own
     merge_unroll: int = 8  # partial results read at a time; more are read in vain where items have few
     long_merge_unroll: int = 16  # where items have many
     merge_slices: int = 8  # of an item's output, put together by as many CTAs where its pieces are many
