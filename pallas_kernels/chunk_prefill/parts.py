@@ -17,6 +17,7 @@ from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, f32, i32
 from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.pieces import LOW, Sums, fold
 from pallas_kernels.ragged_decode import device_ops
+from pallas_kernels.stores import put
 
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = WGMMA.reduce(1)
@@ -24,9 +25,9 @@ BY_ROW = WGMMA.reduce(1)
 
 def leave(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: Any) -> None:
     """Leaves the sums of a piece or of a cut tile in global memory and counts them."""
-    refs.part.at[tile.part, wg][...] = acc
-    refs.part_ml.at[tile.part, wg, 0][...] = m
-    refs.part_ml.at[tile.part, wg, 1][...] = norm
+    put(refs.part.at[tile.part, wg], acc)
+    put(refs.part_ml.at[tile.part, wg, 0], m)
+    put(refs.part_ml.at[tile.part, wg, 1], norm)
     if not cfg.interpreted:  # there one CTA does everything, in order
         number = tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride))
         device_ops.signal(refs.sync.at[refs.layer, number, wg])

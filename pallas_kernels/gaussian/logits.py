@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.stores import put
 from pallas_kernels.support import num_sms
 
 TILE = 64  # candidates
@@ -139,7 +140,7 @@ def _kernel(
         value = compute(slots_s.at[slot])
         plgpu.commit_smem()  # all have read it
         pl.when(n + slots < items)(functools.partial(load, n + slots))
-        result.at[row, pl.ds(tile_of(n) * TILE, TILE)][...] = value
+        put(result.at[row, pl.ds(tile_of(n) * TILE, TILE)], value)
 
     def one_logit(n: Any, _: Any) -> None:
         def compute(keys: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.stores import put
 from pallas_kernels.support import num_sms
 
 TILE = 64  # tokens
@@ -121,9 +122,9 @@ def _kernel(
         def _block(b: int = b) -> None:
             shapes = (plgpu.ACC((rows, n), f32) for n in (head_dim, 8))
             square, sum_ = pl.run_scoped(functools.partial(multiply, b), *shapes)
-            squares.at[split, head, pl.ds(b * rows, rows)][...] = square
+            put(squares.at[split, head, pl.ds(b * rows, rows)], square)
             # Eight equal columns, because no product is narrower.
-            sums.at[split, head, pl.ds(b * rows, rows)][...] = sum_.sum(axis=1) * 0.125
+            put(sums.at[split, head, pl.ds(b * rows, rows)], sum_.sum(axis=1) * 0.125)
 
 
 def _turn(q: Any, turns: Any, turned: Any) -> None:

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.logits import LOG2E, log2_logits
+from pallas_kernels.stores import put
 
 TILE = 64  # candidates of one CTA
 WGMMA = plgpu.Layout.WGMMA
@@ -131,7 +132,7 @@ def _kernel(
             s = log2_logits(s, scale, soft_cap) - lax.broadcast_in_dim(offset * LOG2E, shape, [1])
             p = jnp.where(seen, jnp.exp2(s), 0.0)
             total = total + (p if power == 1 else p * p)
-        out.at[head, pl.ds(tile * TILE, TILE)][...] = total.sum(axis=1)
+        put(out.at[head, pl.ds(tile * TILE, TILE)], total.sum(axis=1))
 
 
 def _product(shape: tuple[int, int], a: Any, b: Any) -> Any:

@@ -23,6 +23,7 @@ from pallas_kernels.ragged_decode import device_ops
 from pallas_kernels.ragged_decode.common import BY_QUERY, WGMMA, Config, Item, Refs, f32, i32, spread
 from pallas_kernels.ragged_decode.rest import with_rest
 from pallas_kernels.ragged_decode.rows import store
+from pallas_kernels.stores import put
 
 
 class Cut(NamedTuple):
@@ -54,8 +55,8 @@ def end_item(
 
 def _leave(refs: Refs, slot: Any, sums: Sums) -> None:
     acc, m, norm = sums  # a piece has entries in sight, so that norm > 0
-    refs.part.at[slot][...] = acc * spread(1.0 / norm, acc.shape)
-    refs.part_lse.at[slot][...] = m + jnp.log2(norm)
+    put(refs.part.at[slot], acc * spread(1.0 / norm, acc.shape))
+    put(refs.part_lse.at[slot], m + jnp.log2(norm))
 
 
 def _hand_over(cfg: Config, refs: Refs, item: Item, has_head: Any, cut: Cut, sums: Sums) -> None:
@@ -146,6 +147,6 @@ def write(cfg: Config, refs: Refs, number: Any, sums: Sums) -> None:
     acc, m, norm = sums
     held = norm > 0
     inverse = jnp.where(held, 1.0 / norm, 0.0)
-    refs.lse.at[number][...] = jnp.where(held, (m + jnp.log2(norm)) * (1 / LOG2E), -jnp.inf)
+    put(refs.lse.at[number], jnp.where(held, (m + jnp.log2(norm)) * (1 / LOG2E), -jnp.inf))
     out = acc * spread(inverse, acc.shape)
     store(cfg, refs, number, out)
