@@ -132,6 +132,13 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         if own is not None:
             samples, heldout = own.samples(model.tokenizer, arguments.samples, arguments.heldout, size, seed)
             recorded["texts"] = own.provenance
+            if 2 * (different := len({sample.tokens.tobytes() for sample in samples})) < len(samples):
+                console.print(
+                    f"calibrate: only {different} of {len(samples)} samples are different: with more text, or a smaller "
+                    "--sample-tokens, the margin of the budgets says more",
+                    style="yellow",
+                    markup=False,
+                )
         else:
             samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
             heldout = (
@@ -192,6 +199,7 @@ def _validate(arguments: argparse.Namespace) -> None:
         (0 < arguments.retention <= 1, "--retention is the kept fraction and must lie in (0, 1]"),
         (arguments.samples >= 1, "--samples must be at least 1"),
         (arguments.heldout >= 0, "--heldout must not be negative"),
+        (arguments.seed >= 0, "--seed must not be negative"),
         (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
         (getattr(arguments, "heads_per_page", 1) >= 1, "--heads-per-page must be at least 1"),
         (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),

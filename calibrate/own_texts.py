@@ -22,6 +22,7 @@ HELDOUT_EVERY = 3  # of three documents, one is held out
 TOKEN_CHARACTERS = (
     64  # no text has so many a token: what a sample needs of a long document is cut out before it is encoded
 )
+LONG = 4096  # characters of a paragraph: samples begin within longer ones too, as of logs, which have no empty lines
 
 Content = str | list[dict[str, Any]]
 
@@ -38,7 +39,9 @@ class OwnTexts:
         """All .txt and .jsonl files in `directory` and below. Raises ValueError with what is wrong with which line."""
         if not directory.is_dir():
             raise ValueError(f"--texts {directory} is not a directory: put .txt or .jsonl files into one")
-        paths = sorted(p for p in directory.rglob("*") if p.is_file() and p.suffix in (".txt", ".jsonl"))
+        paths = sorted(
+            p for p in directory.rglob("*") if p.is_file() and p.suffix.lower() in (".txt", ".jsonl")
+        )
         found: dict[str, Content] = {}  # the same text twice is one document
         for path in paths:
             try:
@@ -46,7 +49,7 @@ class OwnTexts:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from error
             contents: list[Content] = [text]
-            if path.suffix == ".jsonl":
+            if path.suffix.lower() == ".jsonl":
                 lines = enumerate(text.split("\n"), 1)
                 contents = [_of_line(path, number, line) for number, line in lines if line.strip()]
             found |= {_digest(content): content for content in contents if content and str(content).strip()}
@@ -66,8 +69,8 @@ class OwnTexts:
     ) -> tuple[list[TextSample], list[TextSample]]:
         """`count` calibration and `heldout` held-out samples of exactly `tokens` tokens, which share no document.
 
-        Each begins at a paragraph or conversation at random; after the end of a document another follows. Raises ValueError
-        where there is too little text.
+        Each begins at a paragraph or conversation at random, or at a line or word of a long paragraph; after the end of a
+        document another follows. Raises ValueError where there is too little text.
         """
         if heldout and len(self.documents) < 2:
             raise ValueError(
@@ -79,9 +82,7 @@ class OwnTexts:
         encode = functools.cache(functools.partial(_encode, tokenizer))
         out = []
         for name, documents, number in zip(("calibration", "heldout"), dealt, (count, heldout), strict=True):
-            starts = [
-                (i, start) for i, document in enumerate(documents) for start in range(_paragraphs(document))
-            ]
+            starts = [(i, start) for i, document in enumerate(documents) for start in _starts(document)]
             out.append(
                 [
                     _sample(documents, starts, encode, tokens, random.Random(f"own/{name}/{seed}/{index}"))
@@ -94,11 +95,11 @@ class OwnTexts:
 def _sample(
     documents: list[Content], starts: list[tuple[int, int]], encode: Any, tokens: int, rng: random.Random
 ) -> TextSample:
-    first, paragraph = rng.choice(starts)  # long documents have more paragraphs, and are chosen more often
+    first, start = rng.choice(starts)  # long documents have more of them, and are chosen more often
     others = [i for i in range(len(documents)) if i != first]
     rng.shuffle(others)
     most = tokens * TOKEN_CHARACTERS
-    ids = list(encode(_from(documents[first], paragraph, most)))
+    ids = list(encode(_from(documents[first], start, most)))
     kind = "own text" if isinstance(documents[first], str) else "own chat"
     # Where it began late in its document, the whole document may come in the end.
     for i in [*others, first]:
@@ -119,19 +120,23 @@ def _encode(tokenizer: TextTokenizer, content: str) -> tuple[int, ...]:
     return tuple(chat_tokens(tokenizer, text))
 
 
-def _from(document: Content, paragraph: int, most: int) -> str:
+def _from(document: Content, start: int, most: int) -> str:
     """The rest of a document, of a text no more than `most` characters, as JSON: something that a cache can hash."""
+    return json.dumps(document[start : start + most] if isinstance(document, str) else document)
+
+
+def _starts(document: Content) -> list[int]:
+    """The characters at which a sample may begin. A conversation begins at its beginning."""
     if not isinstance(document, str):
-        return json.dumps(document)
-    start = 0
-    for _ in range(paragraph):
-        start = document.index("\n\n", start) + 2
-    return json.dumps(document[start : start + most])
-
-
-def _paragraphs(document: Content) -> int:
-    """At how many places a sample may begin. A conversation begins at its beginning."""
-    return document.count("\n\n") + 1 if isinstance(document, str) else 1
+        return [0]
+    out, begin = [], 0
+    for paragraph in document.split("\n\n"):
+        out.append(begin)
+        for at in range(LONG, len(paragraph), LONG):
+            lines_and_words = (paragraph.find(end, at, at + LONG) + 1 for end in "\n ")
+            out.append(begin + next(filter(None, lines_and_words), at))
+        begin += len(paragraph) + 2
+    return out
 
 
 def _of_line(path: Path, number: int, line: str) -> Content:

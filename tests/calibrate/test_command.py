@@ -81,6 +81,7 @@ def test_bad_options_are_one_clear_error(tmp_path, capsys):
         (["--option", "window"], "--option must be NAME=NUMBER, found 'window'"),
         (["--option", "width=3"], "kv_compress does not know width"),
         (["--option", "window=2.5"], "window must be a whole number, found 2.5"),
+        (["--seed", "-1"], "--seed must not be negative"),
     ):
         assert main([*options, "--out", str(tmp_path / "x.npz")]) == 2
         assert part in " ".join(capsys.readouterr().err.split())

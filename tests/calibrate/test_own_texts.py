@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibrate.__main__ import main
-from calibrate.own_texts import TOKEN_CHARACTERS, OwnTexts
+from calibrate.own_texts import LONG, TOKEN_CHARACTERS, OwnTexts
 from models import registry
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
@@ -115,3 +115,31 @@ def test_a_profile_records_which_texts_it_was_made_from(texts, tmp_path, monkeyp
     assert str(texts) not in json.dumps(found)
     assert main([*options, "--texts", str(tmp_path / "none"), "--out", str(out)]) == 2
     assert "is not a directory" in " ".join(capsys.readouterr().err.split())
+
+
+def test_samples_of_a_long_paragraph_begin_within_it(tmp_path):
+    """All those of a log, which has no empty line, were its beginning, so that the budgets had no margin."""
+    lines = [f"{i:05d} " + "x" * 40 for i in range(1000)]
+    for name, text, ends in (
+        ("lines", "\n".join(lines), "\n"),
+        ("words", " ".join(lines), " "),
+        ("neither", "x".join(lines).replace(" ", "x"), None),
+    ):
+        document = OwnTexts.read(write(tmp_path / name, a_dot_TXT=text))
+        samples, _ = document.samples(TOKENIZER, 12, 0, 60)
+        begins = {TOKENIZER.decode(sample.tokens.tolist())[:46] for sample in samples}
+        assert len(begins) > 6
+        assert all(text.startswith(b) or not ends or ends + b in text for b in begins)
+        assert max(text.index(b) for b in begins) > LONG * 5
+
+
+def test_samples_that_are_all_alike_are_told(tmp_path, monkeypatch, capsys):
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config, 0), TOKENIZER, "tiny")
+    monkeypatch.setattr(registry, "load_model", lambda name, **options: model)
+    options = ["--samples", "3", "--heldout", "0", "--sample-tokens", "64", "--method", "keydiff"]
+    for name, text, told in (("one", "a" * 90, True), ("more", "\n\n".join("abcdef" * 40), False)):
+        place = write(tmp_path / name, a_dot_txt=text)
+        assert main([*options, "--texts", str(place), "--out", str(tmp_path / "p.npz")]) == 0
+        err = " ".join(capsys.readouterr().err.split())
+        assert ("only 1 of 3 samples are different" in err) == told
