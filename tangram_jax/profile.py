@@ -145,6 +145,10 @@ class BudgetProfile:
     def __hash__(self) -> int:
         return hash((self.digest, self.retention, self.alpha))
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():  # neither a pickle nor a copy knows that an array was read-only
+            object.__setattr__(self, name, _frozen(value) if isinstance(value, np.ndarray) else value)
+
     # -- files
 
     def save(self, path: str | os.PathLike[str]) -> None:

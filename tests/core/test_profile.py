@@ -1,7 +1,9 @@
 """BudgetProfile: Eq. 5, normalisation, validation, files."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -90,8 +92,12 @@ def test_digest_tells_budgets_apart():
 
 
 def test_arrays_are_read_only():
-    with pytest.raises(ValueError, match="read-only"):
-        BudgetProfile.uniform(2, 2, 0.5).budgets[0, 0] = 1.0
+    profile = BudgetProfile.from_ratios(np.full((2, 2, 2), 0.5), 0.5)
+    for one in (profile, copy.deepcopy(profile), pickle.loads(pickle.dumps(profile))):
+        assert one == profile and hash(one) == hash(profile)
+        for array in (one.budgets, one.mean, one.std, one.ratios):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0, 0] = 1.0
 
 
 @pytest.mark.parametrize(
