@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import matplotlib
@@ -18,9 +19,10 @@ ORDER: tuple[Cluster, ...] = ("adjacent", "layer", "model")  # from the baseline
 
 
 def write_pictures(
-    profile: BudgetProfile, directory: Path, *, heads_per_page: int = 4, page_size: int = 16
+    profile: BudgetProfile, directory: str | os.PathLike[str], *, heads_per_page: int = 4, page_size: int = 16
 ) -> list[Path]:
     """Writes retention.png, budgets.png and groups.png (each under 200 kB or so) and returns their paths."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     figures = {
         "retention.png": retention_figure(profile),

@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         profile = BudgetProfile.load(arguments.profile)
         new = stamped(profile, load_model(arguments.model, dtype=arguments.dtype))
+        new.save(arguments.profile)
     except (ValueError, OSError) as error:
         print(f"calibrate.stamp: {error}", file=sys.stderr)
         return 2
-    new.save(arguments.profile)
     print(f"wrote {arguments.profile}; budgets are as before: {new.digest == profile.digest}")
     return 0
 

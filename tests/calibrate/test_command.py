@@ -9,6 +9,7 @@ import pytest
 
 import calibrate
 from calibrate.__main__ import main
+from calibrate.plots import write_pictures
 from calibrate.run import reached_retention
 from models import registry
 from models.registry import DEFAULT_MODEL, LoadedModel
@@ -138,6 +139,11 @@ def test_weights_that_give_no_numbers_give_no_profile(tiny_model, tmp_path, caps
     said = " ".join(capsys.readouterr().err.split())
     assert "layer 0 gives scores that are not numbers for sample 0" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_pictures_go_where_a_string_says(tmp_path):
+    paths = write_pictures(BudgetProfile.uniform(2, 4, 0.5), str(tmp_path / "plots"))
+    assert [path.is_file() for path in paths] == [True] * 3
 
 
 def test_shipped_profile_of_the_default_model():
