@@ -20,7 +20,7 @@ from models.rope import rope_frequencies
 from models.sinks import with_sinks
 from models.transformer import forward
 from tangram_jax.plan import PPM, kept_entries
-from tangram_jax.scorers import ScoreInputs, Scorer
+from tangram_jax.scorers import ScoreInputs, Scorer, scores_of
 
 QUERY_BLOCK = 256  # queries at a time, which bounds the logits at f32[N, 256, n]
 SINKS = 4
@@ -118,7 +118,8 @@ def _score(
     q: Array, k: Array, v: Array, lse: Array, *, scorer: Scorer, config: ModelConfig
 ) -> Float[Array, "K n"]:
     positions = jnp.arange(q.shape[0], dtype=jnp.int32)
-    return scorer.score(
+    return scores_of(
+        scorer,
         ScoreInputs(
             q=q,
             q_positions=positions,
@@ -130,7 +131,7 @@ def _score(
             valid=jnp.ones((k.shape[1], k.shape[0]), bool),
             inv_freq=rope_frequencies(config),
             **AttentionLogits.of(config)._asdict(),
-        )
+        ),
     )
 
 

@@ -81,11 +81,9 @@ class Cache:
     def known(self, rows: Any) -> jax.Array:
         """`rows` i32[...], and `num_rows` for all that are of no row: a negative one would be counted from the end.
 
-        Raises TypeError for a mask.
+        Raises TypeError for a mask, and for what else are no whole numbers.
         """
-        rows = jnp.asarray(rows)
-        if rows.dtype == bool:
-            raise TypeError("rows are numbers, got a mask: write np.flatnonzero(mask)")
+        rows = whole("rows", rows)
         return jnp.where((rows >= 0) & (rows < self.num_rows), rows, self.num_rows)
 
     def row(self, row: Any) -> "Row":
@@ -106,6 +104,16 @@ class Row(NamedTuple):
     tokens: jax.Array  # i32[...]
     tail: jax.Array  # i32[...]
     budgets: jax.Array  # i32[..., M]
+
+
+def whole(name: str, numbers: Any) -> jax.Array:
+    """`numbers` in int32, as others may overflow in what is counted with them. Raises TypeError where they are not whole."""
+    numbers = jnp.asarray(numbers)
+    if numbers.dtype == bool:
+        raise TypeError(f"{name} are numbers, got a mask: write np.flatnonzero(mask)")
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(f"{name} are whole numbers, got {numbers.dtype}: write an array of int32")
+    return numbers.astype(jnp.int32)
 
 
 def row_layout(
@@ -144,13 +152,12 @@ def init_cache(
         raise ValueError(
             f"a cache of {jnp.dtype(dtype)}: write float32, bfloat16 or float16, or uint8 for 8-bit keys and values"
         )
-    heads = (len(model_config.full_layers), model_config.num_kv_heads)
-    if plan.group_of.shape != heads:
+    check_model(plan, model_config)
+    if plan.rings and max_tail > plan.rings.max_tail:
         raise ValueError(
-            f"the profile has {plan.group_of.shape} (layers, KV heads), model {model_config.name} has {heads}: "
-            "calibrate a profile for this model (python -m calibrate)"
+            f"max_tail is {max_tail}, the plan's rings hold {plan.rings.max_tail}: "
+            f"build it with sliding=SlidingLayers.of(model_config, {max_tail})"
         )
-    _check_rings(plan, model_config, max_tail)
     if max_tokens is None:
         max_tokens = min(model_config.max_positions, MAX_TOKENS)
     if not 1 <= max_tokens <= MAX_TOKENS or max_tail < 0:
@@ -203,18 +210,19 @@ def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any,
     return jnp.where(there.all(axis=1), rows, cache.num_rows)
 
 
-def _check_rings(plan: CachePlan, model_config: Any, max_tail: int) -> None:
-    wanted = SlidingLayers.of(model_config)
-    rings = plan.rings
+def check_model(plan: CachePlan, model_config: Any) -> None:
+    """Raises ValueError where `plan` is for other layers or heads than the model's."""
+    heads = (len(model_config.full_layers), model_config.num_kv_heads)
+    if plan.group_of.shape != heads:
+        raise ValueError(
+            f"the profile has {plan.group_of.shape} (layers, KV heads), model {model_config.name} has {heads}: "
+            "calibrate a profile for this model (python -m calibrate)"
+        )
+    wanted, rings = SlidingLayers.of(model_config), plan.rings
     if (wanted and (wanted.count, wanted.window)) != (rings and (rings.layers, rings.window)):
         raise ValueError(
             f"the plan and model {model_config.name} do not have the same sliding-window layers: "
             "build it with sliding=SlidingLayers.of(model_config)"
-        )
-    if rings and max_tail > rings.max_tail:
-        raise ValueError(
-            f"max_tail is {max_tail}, the plan's rings hold {rings.max_tail}: "
-            f"build it with sliding=SlidingLayers.of(model_config, {max_tail})"
         )
 
 
@@ -302,6 +310,7 @@ def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Arra
     Raises ValueError where they are something else.
     """
     check_plan(plan, cache)
+    budgets = jnp.asarray(budgets)
     if budgets.shape != (plan.num_groups,) or not jnp.issubdtype(budgets.dtype, jnp.integer):
         raise ValueError(
             f"budgets of {budgets.dtype}{[*budgets.shape]}: write those of plan.budgets_at(retention), parts per million of "

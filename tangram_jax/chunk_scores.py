@@ -13,7 +13,7 @@ from models.rope import rope_frequencies
 from pallas_kernels import gaussian, keep
 from tangram_jax.compress import Candidates, by_group
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer
+from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer, scores_of
 
 log = logging.getLogger("tangram")
 
@@ -66,7 +66,7 @@ class ChunkScores:
             inv_freq=rope_frequencies(self._config),
             **self._to_logits._asdict(),
         )
-        self._layers.append(self._scorer.score(inputs))
+        self._layers.append(scores_of(self._scorer, inputs))
 
     def result(self) -> jax.Array:
         """f32[M, Hp, C]: the scores by group and column."""

@@ -90,6 +90,12 @@ class CachePlan:
         with equal budgets are put together by that. `division`: of the decode kernel's work, into "equal" shares of all
         entries or parts of each head, by the paper's "split_map" or "uniform". Raises ValueError on values out of range.
         """
+        for name, what in (("profile", profile), ("scaled", scaled or profile)):
+            if not isinstance(what, BudgetProfile):
+                raise TypeError(
+                    f"{name} must be a BudgetProfile, got {type(what).__name__}: write BudgetProfile.load(file), or "
+                    "BudgetProfile(budgets=array, retention=its mean)"
+                )
         min_entries = sinks + window if min_entries is None else min_entries
         for name, choice, known in (("cluster", cluster, CLUSTERS), ("division", division, DIVISIONS)):
             if choice not in known:

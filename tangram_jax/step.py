@@ -14,7 +14,7 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from pallas_kernels import fp8_products
-from tangram_jax.cache import Cache, check_plan, with_pages
+from tangram_jax.cache import Cache, check_model, check_plan, whole, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places
@@ -49,10 +49,12 @@ def step(
     chunk or slot, and of tokens beyond a row's count, mean nothing. No row may be there twice. The rows' pages must be
     reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
 
-    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, and on `all_logits` of packed
-    chunks; TypeError on what is no scorer.
+    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, a plan for another model, and
+    `all_logits` of packed chunks; TypeError on what is no scorer, and on tokens, rows and counts that are no whole numbers.
     """
+    check_model(plan, config)
     check_plan(plan, cache)
+    cache = jax.tree.map(jnp.asarray, cache)  # one that was stored may be of NumPy's arrays
     if isinstance(chunk, Packed) and all_logits:
         raise ValueError(
             "of packed chunks only the last logits are there: run them apart, as a list of chunks"
@@ -207,8 +209,8 @@ def _there(decode: Decode, cache: Cache) -> jax.Array:
 
 def _decode_placed(decode: Decode, plan: CachePlan, cache: Cache) -> Decode:
     """With the rows alone that have pages for their tokens."""
-    rows, tokens = cache.known(decode.rows), jnp.asarray(decode.tokens)
-    counts = None if decode.counts is None else jnp.asarray(decode.counts)
+    rows, tokens = cache.known(decode.rows), whole("tokens", decode.tokens)
+    counts = None if decode.counts is None else whole("counts", decode.counts)
     shapes = [None if x is None else [*x.shape] for x in (tokens, rows, counts)]
     right = rows.ndim == 1 and tokens.ndim in (1, 2) and tokens.size and len(tokens) == len(rows)
     if not right or (counts is not None and counts.shape != rows.shape):
@@ -229,7 +231,7 @@ def _placed(chunk: Chunk | Packed, plan: CachePlan, cache: Cache) -> Chunk | Pac
     """With as many tokens as there can be, and the rows alone that have some, and pages for them."""
     packed = isinstance(chunk, Packed)
     given = (chunk.rows, chunk.counts) if isinstance(chunk, Packed) else (chunk.row, chunk.valid)
-    tokens, rows, counts = jnp.asarray(chunk.tokens), cache.known(given[0]), jnp.asarray(given[1])
+    tokens, rows, counts = whole("tokens", chunk.tokens), cache.known(given[0]), whole("counts", given[1])
     if tokens.ndim != 1 or not tokens.size or rows.ndim != packed or counts.shape != rows.shape:
         raise ValueError(
             f"tokens {[*tokens.shape]}, rows {[*rows.shape]} and counts {[*counts.shape]} of a chunk: expected [T] and "

@@ -169,6 +169,81 @@ def test_a_mask_is_no_row():
         decode_step(PARAMS, CONFIG, plan, new_cache(plan), rows=np.array([True, False]), tokens=TOKENS[:2])
 
 
+@pytest.mark.parametrize("wrong", ["tokens", "rows", "counts"])
+def test_what_is_no_whole_number(wrong):
+    plan, given = plan_of("1.0", 2, 8), {"row": 1, "tokens": TOKENS, "valid": 8}
+    name = {"rows": "row", "counts": "valid"}.get(wrong, wrong)
+    chunk = tj.Chunk(**given | {name: np.asarray(given[name], np.float32)})
+    with pytest.raises(TypeError, match=f"{wrong} are whole numbers, got float32: write an array of int32"):
+        step(PARAMS, CONFIG, plan, SNAPKV, new_cache(plan), chunk, None)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_other_integers(dtype):
+    plan = plan_of("1.0", 2, 8)
+    cache = with_rows(plan, 0, 2)
+    logits = [
+        decode_step(
+            PARAMS,
+            CONFIG,
+            plan,
+            jax.tree.map(jax.numpy.copy, cache),
+            rows=np.array([2, 0], kind),
+            tokens=np.array([100, 9], kind),
+        )[0]
+        for kind in (np.int32, dtype)
+    ]
+    np.testing.assert_array_equal(*logits)
+
+
+def test_a_cache_of_the_host():
+    """As a checkpoint may give it back, outside of jit as well."""
+    plan = plan_of("1.0", 2, 8)
+    cache = jax.tree.map(np.asarray, with_rows(plan, 0))
+    logits, after = tj.decode_step(PARAMS, CONFIG, plan, cache, rows=[0], tokens=[9])
+    want, _ = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([0]), tokens=np.array([9]))
+    np.testing.assert_allclose(logits, want, atol=1e-4)
+    assert after.tail.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 3}, {"num_kv_heads": 2}])
+def test_a_plan_for_another_model(changes):
+    plan, other = plan_of("1.0", 2, 8), CONFIG.replace(**changes)
+    with pytest.raises(ValueError, match=r"the profile has \(2, 4\) \(layers, KV heads\), model tiny has"):
+        decode_step(PARAMS, other, plan, new_cache(plan), rows=np.array([1]), tokens=TOKENS[:1])
+
+
+@pytest.mark.parametrize("profile", ["profile.npz", np.ones((2, 4))])
+def test_what_is_no_profile(profile):
+    with pytest.raises(
+        TypeError, match=r"profile must be a BudgetProfile, got .*: write BudgetProfile\.load"
+    ):
+        tj.CachePlan.build(profile)
+
+
+@pytest.mark.parametrize("of", ["query heads", "positions", "nothing"])
+def test_scores_of_other_heads(of):
+    """Those of query heads were taken for the first KV heads'."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        query_rows = 0
+
+        def score(self, x):
+            shapes = {"query heads": (CONFIG.num_heads, *x.positions.shape), "positions": x.positions.shape}
+            return np.zeros(shapes[of]) if of in shapes else None
+
+    plan = plan_of("1.0", 2, 8)
+    with pytest.raises(
+        ValueError, match=r"\.score gives .*: expected scores of 4 KV heads and \d+ candidates"
+    ):
+        step(PARAMS, CONFIG, plan, Own(), new_cache(plan), chunk_of(1, TOKENS, 8), None)
+    with pytest.raises(
+        ValueError, match=r"\.score gives .*: expected scores of 4 KV heads and 60 candidates"
+    ):
+        calibrate_ratios(PARAMS, CONFIG, random_tokens(60), Own(), 0.5)
+
+
 @pytest.mark.parametrize("other", [plan_of("1.0", 2, 16), plan_of("1.0", 1, 8), plan_of("ragged", 2, 8)])
 def test_another_plan(other):
     plan = plan_of("1.0", 2, 8)
@@ -195,7 +270,7 @@ def test_budgets_in_fractions():
             ValueError, match=r"write those of plan.budgets_at\(retention\), parts per million"
         ):
             tj.set_budgets(plan, cache, ROW, np.asarray(wrong))
-    cache = tj.set_budgets(plan, cache, ROW, -plan.group_ppm)
+    cache = tj.set_budgets(plan, cache, ROW, (-plan.group_ppm).tolist())
     assert not cache.budgets[ROW].any()
 
 
