@@ -108,7 +108,7 @@ def generate(
         num_pages=pages,
         max_requests=len(prompts),
         max_tokens=max(map(len, prompts)) + count,
-        max_tail=count,  # the answer is kept whole; a server compresses it with the next turn
+        max_tail=count,  # the answer is kept whole; docs/calibration.md says how to compress it meanwhile
     )
     first = []
     for row, prompt in enumerate(prompts):

@@ -1,15 +1,18 @@
-"""`examples/decode_step.py`: exact at full retention, runs by itself, and does not reach into the server."""
+"""`examples/decode_step.py`: exact at full retention, by itself, and without the server; and snippets of docs."""
 
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import tangram_jax as tj
-from examples.decode_step import generate
+from examples.decode_step import generate, prefill
 from models.testing import random_params, reference_decode, tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +74,30 @@ def test_the_example_runs_without_the_server(x64):
     assert done.returncode == 0, done.stderr
     assert "> Hi\ntoken ids [" in done.stdout
     assert "pages in use" in done.stdout
+
+
+def test_what_the_docs_say_of_own_scorers_and_of_compression_while_decoding():
+    own, compress = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/calibration.md").read_text(), flags=re.DOTALL
+    )
+    names: dict = {"params": PARAMS, "config": CONFIG, "samples": [np.array(prompts()[1])]}
+    exec(own, names)
+    np.testing.assert_allclose(names["measured"].budgets.mean(axis=1), 0.5, atol=0.01)
+    np.testing.assert_allclose(names["falling"].budgets, [[0.8] * 4, [0.2] * 4])
+    tokens, max_tail = 150, 16
+    plan = tj.CachePlan.build(names["falling"], heads_per_page=1, page_size=8)
+    cache = tj.init_cache(
+        plan, CONFIG, num_pages=plan.pages(184, max_tail), max_requests=1, max_tail=max_tail
+    )
+    cache = tj.reserve(plan, cache, 0, tokens, max_tail)
+    _, cache = prefill(PARAMS, CONFIG, plan, cache, 0, prompts()[1])
+    names |= {"plan": plan, "cache": cache, "row": 0, "tokens": tokens, "max_tail": max_tail}
+    names["next_token"] = np.array(9)
+    decode = jax.jit(partial(tj.decode_step, PARAMS, CONFIG, plan), donate_argnames="cache")
+    for after in (167, 184):
+        for _ in range(max_tail):
+            _, names["cache"] = decode(cache=names["cache"], rows=np.array([0]), tokens=np.array([9]))
+        exec(compress, names)
+        cache = names["cache"]
+        assert (int(cache.tokens[0]), int(cache.tail[0]), names["tokens"]) == (after, 0, after)
+        assert cache.num_pages - int(cache.num_free) == plan.pages(after, max_tail)
