@@ -21,7 +21,7 @@ from serve.args import ConfigError, ServeConfig
 from serve.build import build
 from serve.engine import Engine
 from serve.flags import parse_args
-from serve.server import Server, bind, make_server, url_of
+from serve.server import Server, allow_files, bind, make_server, url_of
 
 OUT_OF_MEMORY = (
     "The model, its KV pool and the sampler's state (for every row, stored ones too) do not fit in memory: write a smaller "
@@ -117,6 +117,7 @@ def main() -> int:
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    allow_files()
     try:
         engine, server, listener = start(config, console)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from serve.args import ConfigError
 from serve.generation import Draining
 
 _CUT_SECONDS = 2  # for the last error events to reach their clients
+_FILES = 65536  # open at once
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,6 +36,17 @@ def bind(host: str, port: int) -> socket.socket:
             "another --port, or stop the server that uses this one" if taken else "another --host or --port"
         )
         raise ConfigError(f"--host {host} --port {port}: {error}: write {advice}") from error
+
+
+def allow_files() -> None:
+    """Let this process open more files: each connection is one, and beyond the usual 1024 they would be closed unheard."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not every system lets go of its limits
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def url_of(listener: socket.socket) -> str:

@@ -5,6 +5,7 @@ import errno
 import io
 import logging
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -50,9 +51,9 @@ MAIN = "sys.exit(program.main())"
 
 
 @contextlib.contextmanager
-def program(host: str = "127.0.0.1") -> Iterator[tuple[subprocess.Popen, str]]:
+def program(host: str = "127.0.0.1", changes: str = "") -> Iterator[tuple[subprocess.Popen, str]]:
     """The running program and its address, as it says it once it is ready."""
-    command = [sys.executable, "-c", PROGRAM + MAIN, "--host", host, "--port", "0"]
+    command = [sys.executable, "-c", PROGRAM + changes + MAIN, "--host", host, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -97,6 +98,18 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
         _, errors = process.communicate(timeout=30)
     assert "Traceback" not in errors
     assert process.returncode == 0
+
+
+def test_it_takes_more_connections_than_the_usual_limit_of_open_files() -> None:
+    """Those beyond it were closed without an answer."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < 400:
+        pytest.skip("this machine allows no more")
+    fewer = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}))\n"
+    with program(changes=fewer) as (_, address), contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(address).port or 0)))
+        assert httpx.get(f"{address}/health", trust_env=False).status_code == 200
 
 
 def test_a_message_in_a_file_is_one_line():
