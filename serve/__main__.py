@@ -6,9 +6,9 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from functools import partial
+from typing import NoReturn
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -132,17 +132,19 @@ def main() -> int:
             f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False, soft_wrap=True
         )
         return 2
-    # Both are raised again by uvicorn once it has shut down.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # Both are raised again by uvicorn once it has shut down; what comes before it listens for them counts as well.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     with contextlib.suppress(KeyboardInterrupt):
         log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))
         server.run(sockets=[listener])
     return int(engine.failed)
 
 
+def leave(status: int) -> NoReturn:
+    """End the process at once: what JAX cleans up before takes seconds, and cannot be on a lost device."""
+    logging.shutdown()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    status = main()
-    if status == 1:  # without JAX's own cleaning up, which cannot work on a lost device
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)
+    leave(main())

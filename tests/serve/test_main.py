@@ -47,7 +47,7 @@ model = SimpleNamespace(name="tiny", tokenizer=tiny_tokenizer())
 built = SimpleNamespace(engine=Engine(Script([10])), model=model, summary="a scripted engine", sampling_defaults={})
 program.build = lambda config, programs: built
 """
-MAIN = "sys.exit(program.main())"
+MAIN = "program.leave(program.main())"
 
 
 @contextlib.contextmanager
@@ -97,6 +97,28 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert "Traceback" not in errors
+    assert process.returncode == 0
+
+
+def test_a_signal_that_comes_as_soon_as_it_is_ready_is_not_lost() -> None:
+    early = """
+import signal
+run = program.Server.run
+def signalled(self, **given):
+    signal.raise_signal(signal.SIGTERM)
+    run(self, **given)
+program.Server.run = signalled
+"""
+    status, errors = ended(early)
+    assert status == 0
+    assert "Traceback" not in errors
+
+
+def test_a_signal_ends_it_without_waiting_for_what_cleans_up() -> None:
+    """JAX takes seconds to take its programs apart, on top of --shutdown-timeout."""
+    with program(changes="import atexit, time\natexit.register(time.sleep, 300)\n") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
     assert process.returncode == 0
 
 
