@@ -1,5 +1,6 @@
 """The HTTP application: routes, API key, lifetime. `create_app` is all that a caller needs."""
 
+import asyncio
 import contextlib
 import hmac
 import importlib.metadata
@@ -23,7 +24,7 @@ from serve.anthropic_request import CountRequest, MessagesRequest
 from serve.body import read_request
 from serve.chat import create_chat_completion
 from serve.completions import create_completion
-from serve.errors import ANTHROPIC, APIError, bad_request, install_error_handlers
+from serve.errors import ANTHROPIC, APIError, bad_request, install_error_handlers, unavailable
 from serve.generation import Serving, TokenNames
 from serve.grammar_cache import GrammarCache
 from serve.metrics import CONTENT_TYPE, Metrics
@@ -166,6 +167,11 @@ class _Gate:
             await self._app(scope, receive, counting_send)
         except ClientDisconnect:  # nobody is left to answer
             pass
+        except asyncio.CancelledError:
+            # The server stops, and has waited long enough for a body or a slow reader.
+            if not started:
+                late = unavailable("The server is shutting down.")
+                await late.response(scope["path"])(scope, receive, counting_send)
         except Exception as error:
             if started:
                 raise

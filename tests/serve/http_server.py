@@ -13,7 +13,7 @@ import openai
 
 from models.testing import tiny_tokenizer
 from serve.api import create_app
-from serve.server import make_server
+from serve.server import Server, make_server
 from tests.serve.fake_engine import FakeEngine, Script
 
 TOKENIZER = tiny_tokenizer()
@@ -42,6 +42,11 @@ class Served:
     http: httpx.Client
     openai: openai.OpenAI
     app: Any
+    server: Server
+
+    def stop(self) -> None:
+        """Begin to shut down."""
+        self.server.should_exit = True
 
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
@@ -84,7 +89,7 @@ def serving(
             httpx.Client(base_url=url, timeout=20, trust_env=False) as http,
             openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=20) as client,
         ):
-            yield Served(engine, url, http, client, app)
+            yield Served(engine, url, http, client, app, server)
     finally:
         server.should_exit = True
         thread.join(timeout=20)

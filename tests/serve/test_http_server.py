@@ -1,6 +1,7 @@
 """The server around the completions: models, tokens, health, metrics, API key, disconnects, shutdown."""
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -332,6 +333,37 @@ def test_shutdown_cuts_what_takes_too_long(stream):
         )
     else:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_shutdown_answers_whose_body_is_still_on_its_way(path, capsys):
+    """It was a 500 and a traceback for each of them."""
+    with serving() as served:
+        client = socket.create_connection(("127.0.0.1", httpx.URL(served.url).port or 0))
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head.encode() + b'Content-Length: 99\r\n\r\n{"prompt":')
+        time.sleep(0.2)
+    with client:
+        answer = client.makefile().read()
+    assert answer.startswith("HTTP/1.1 503")
+    assert "shutting down" in answer and ("overloaded_error" in answer) == (path == "/v1/messages")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_shutdown_cuts_streams_that_nobody_reads_without_a_traceback(capsys):
+    body = {"prompt": "a", "stream": True}
+    with serving() as served:
+        # Its last event gets stuck like those before.
+        served.app.state.serving.draining.interrupt = lambda: None
+        served.script("x", finish="none")
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            served.http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            served.stop()
+            answer.read()
+    errors = capsys.readouterr().err
+    assert "Cancel 1 running task(s)" in errors and "Traceback" not in errors
 
 
 def test_shutdown_lets_short_responses_finish():
