@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from functools import partial
 from typing import NoReturn
@@ -143,6 +144,8 @@ def main() -> int:
 def leave(status: int) -> NoReturn:
     """End the process at once: what JAX cleans up before takes seconds, and cannot be on a lost device."""
     logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 
