@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from serve.errors import APIError, bad_request, renamed
+from serve.errors import NO_THREADS, APIError, bad_request, renamed
 from serve.fields import RequestModel, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import MAX_STOPS, ChatRequest
@@ -103,6 +103,7 @@ class MessagesRequest(_Conversation):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool = False
+    thread: Any = None  # a conversation that the server keeps
     kv_retention: float | None = None  # of this server alone
 
     @classmethod
@@ -111,6 +112,9 @@ class MessagesRequest(_Conversation):
     ) -> tuple[Self, ChatRequest]:
         """The body, and the chat completion that it asks for. Raises APIError (400) in the body's own words."""
         request = cls.parse(body)
+        if request.thread is not None:
+            message = "'thread' is not supported by this server: send the whole conversation in 'messages'."
+            raise bad_request(message, "thread", NO_THREADS)
         same = ("temperature", "top_p", "top_k", "stream", "kv_retention")
         chat = {name: getattr(request, name) for name in same}
         chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}

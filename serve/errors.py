@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 ANTHROPIC = "/v1/messages"
+NO_THREADS = "thread_unsupported_request"  # the code after which Anthropic's client goes on without a thread
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -54,7 +55,10 @@ class APIError(Exception):
 def anthropic_body(error: APIError) -> dict[str, Any]:
     """The JSON object that Anthropic's clients parse, of a response or of a stream's last event."""
     kind = _KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    fault: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        fault["details"] = {"error_code": NO_THREADS}
+    return {"type": "error", "error": fault}
 
 
 @contextlib.contextmanager

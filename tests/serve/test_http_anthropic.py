@@ -344,6 +344,19 @@ def test_faults(served, body, message):
     assert not served.engine.requests
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_threads_are_refused_with_what_its_client_goes_on_after(served, thread):
+    """`client.beta.messages.tool_runner` asks for one, and sends the whole conversation again after this error alone."""
+    wanted = {"model": "tiny", "max_tokens": 5, "messages": HELLO, "thread": thread}
+    answer = served.post(MESSAGES, wanted)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "type": "invalid_request_error",
+        "message": "'thread' is not supported by this server: send the whole conversation in 'messages'.",
+        "details": {"error_code": "thread_unsupported_request"},
+    }
+
+
 def test_other_errors_have_its_form_too(served):
     wanted = {"max_tokens": 5, "messages": HELLO}
     other = served.post(MESSAGES, wanted | {"model": "x"})
