@@ -91,9 +91,11 @@ def unavailable(message: str) -> APIError:
 def too_long(limit: int, prompt_tokens: int, param: str, *, at_least: bool = False) -> APIError:
     """The prompt leaves no room for a generated token (`at_least`: counting was stopped early)."""
     count = f"more than {prompt_tokens}" if at_least else str(prompt_tokens)
+    # Clients know it by OpenAI's and vLLM's words, or by Anthropic's, "prompt is too long: 9 tokens > 8 maximum".
     return bad_request(
         f"This model's maximum context length is {limit} tokens, prompt and generation together. However, your "
-        f"{param} resulted in {count} tokens. Please reduce the length of the {param}.",
+        f"{param} resulted in {count} tokens, so the prompt is too long: {count} tokens > {limit - 1} maximum. Please "
+        f"reduce the length of the {param}.",
         param,
         "context_length_exceeded",
     )

@@ -300,7 +300,10 @@ def test_tokens_are_counted(served):
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": "x"}]}]},
             "give an object",
         ),
-        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "maximum context length"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 600}]},
+            "the prompt is too long: 619 tokens > 511 maximum",
+        ),
         ({"system": 3}, "'system': give a text or a list of blocks"),
         ({"stop_sequences": [""]}, "'stop_sequences"),
         ({"stop_sequences": ["a"] * 99}, "stop_sequences"),

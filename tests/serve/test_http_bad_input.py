@@ -74,6 +74,7 @@ CHAT_FAULTS = [
         "not supported",
     ),
     (user("x" * 5000), "messages", "context_length_exceeded", "maximum context length is 512 tokens"),
+    (user("x" * 5000), "messages", "context_length_exceeded", "the prompt is too long: more than "),
 ]
 
 CHAT_FIELDS = [
