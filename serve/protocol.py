@@ -224,14 +224,13 @@ class ChatRequest(SamplingRequest, ChatFields):
         spec = self.grammar_spec
         if spec is None or not self.may_call:
             return self
-        # Where calls may come, the answer is one thing or the other: nobody knows which when its grammar is made. A grammar
-        # of the client's own cannot be put into another one, as their rules may have the same names.
-        if self.demanded or spec.kind == "grammar":
+        if self.demanded:  # calls alone: there is no text that could have a form
+            self._grammar_spec = None
+        elif spec.kind == "grammar":
+            # Where calls may come, the answer is one thing or the other: nobody knows which when its grammar is made. A
+            # grammar of the client's own cannot be put into another one, as their rules may have the same names.
             raise bad_request(
-                f"'{spec.param}' cannot be used together with "
-                + ("a 'tool_choice' that demands calls." if self.demanded else "'tools'."),
-                spec.param,
-                "invalid_value",
+                f"'{spec.param}' cannot be used together with 'tools'.", spec.param, "invalid_value"
             )
         return self
 

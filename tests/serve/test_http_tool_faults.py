@@ -69,13 +69,6 @@ FAULTS = [
         "no tool of the name 'f'",
     ),
     ({"tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls", "invalid_value", ""),
-    (
-        {"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}},
-        "response_format",
-        "invalid_value",
-        "'response_format' cannot be used together with a 'tool_choice' that demands calls",
-    ),
-    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "invalid_value", "together"),
     ({"tools": TOOLS, "guided_grammar": 'start: "a"'}, "guided_grammar", "invalid_value", "together with 'tools'"),
     (
         {"tools": TOOLS, "guided_json": {"items": {"uniqueItems": True}}},

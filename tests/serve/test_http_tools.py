@@ -228,6 +228,16 @@ def test_an_answer_has_its_form_or_calls(server_of, name, form, check):
     assert "tool_calls" in reasons or name == "llama3_json"  # there JSON begins like a call
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_calls_that_must_be_come_before_a_form(server_of, choice):
+    """Agents ask so: each of their turns has the form of the last one, and the first must call."""
+    server = server_of("generic")
+    server.engine.script = Script([], follow=True)
+    for form in ({"response_format": {"type": "json_object"}}, {"guided_grammar": 'start: "a"'}):
+        (answer,) = ask(server, tool_choice=choice, parallel_tool_calls=False, extra_body=form)
+        assert len(calls_of(answer)) == 1 and answer["finish_reason"] == "tool_calls"
+
+
 def test_grammars_of_tools_are_counted_and_their_faults_named(server):
     server.engine.script = Script([], follow=True)
     ask(server, tool_choice="required")
