@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -286,6 +287,7 @@ def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     def card(name: str) -> dict[str, Any]:
+        """For OpenAI's clients and for Anthropic's, which ask for it at the same place."""
         return {
             "id": name,
             "object": "model",
@@ -294,11 +296,18 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
             "root": serving.model_names[0],
             "parent": None,
             "max_model_len": serving.engine.max_model_len,
+            "type": "model",
+            "display_name": name,
+            "created_at": f"{datetime.fromtimestamp(serving.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+            "lifecycle": "active",
+            "max_input_tokens": serving.engine.max_model_len,
         }
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card(name) for name in serving.model_names]})
+        cards = [card(name) for name in serving.model_names]
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": cards, **ends})
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> JSONResponse:

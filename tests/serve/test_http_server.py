@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import httpx
 import openai
@@ -34,6 +35,16 @@ def test_models(served):
     assert [model.id for model in models] == ["tiny", "org/tiny-alias"]
     model = served.openai.models.retrieve("org/tiny-alias")
     assert (model.object, model.owned_by, model.max_model_len) == ("model", "tangram-jax", 512)
+
+
+def test_models_as_anthropics_clients_read_them(served):
+    found = served.http.get("/v1/models").json()
+    assert (found["first_id"], found["last_id"], found["has_more"]) == ("tiny", "org/tiny-alias", False)
+    for name, model in zip(("tiny", "org/tiny-alias"), found["data"], strict=True):
+        assert model == served.http.get(f"/v1/models/{name}").json()
+        assert (model["type"], model["id"], model["display_name"]) == ("model", name, name)
+        assert (model["lifecycle"], model["max_input_tokens"]) == ("active", 512)
+        assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
 
 
 def test_model_name_of_the_answer(served):
