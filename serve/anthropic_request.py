@@ -52,7 +52,16 @@ class _Conversation(RequestModel):
     """What a message and a count of its tokens have in common."""
 
     NO_EFFECT = frozenset(
-        ["metadata", "service_tier", "context_management", "betas", "cache_control", "inference_geo"]
+        [
+            "metadata",
+            "service_tier",
+            "speed",
+            "diagnostics",
+            "context_management",
+            "betas",
+            "cache_control",
+            "inference_geo",
+        ]
     )
     UNSUPPORTED = {"container": (), "mcp_servers": ([],)}  # noqa: RUF012 - a ClassVar in RequestModel
 

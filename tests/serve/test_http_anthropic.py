@@ -260,6 +260,13 @@ def test_a_form_is_followed(served, where):
     assert served.engine.requests[0].sampling.grammar is not None
 
 
+def test_what_has_no_effect_is_taken(served):
+    ask(
+        served, metadata={"user_id": "u"}, service_tier="auto", speed="fast", diagnostics={"previous_message_id": None},
+        cache_control={"type": "ephemeral"}, context_management={"edits": []}, inference_geo="us",
+    )  # fmt: skip
+
+
 def test_tokens_are_counted(served):
     body = {"model": "tiny", "messages": HELLO, "system": "Be kind."}
     count = served.post(f"{MESSAGES}/count_tokens", body).json()
