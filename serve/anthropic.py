@@ -20,6 +20,7 @@ from serve.protocol import ChatRequest
 from serve.stream import named_sse
 
 Event = dict[str, Any]
+SIGNATURE = "unsigned"  # of thoughts: without any some clients drop them, and others tell them as the user's
 
 
 class Answer:
@@ -86,6 +87,9 @@ class Answer:
             block["input"] = _object(text)
         else:
             block[block["type"]] = text
+        if block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            yield self._grown({"type": "signature_delta", "signature": SIGNATURE})
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
 

@@ -110,6 +110,11 @@ def test_pieces_make_the_same_blocks_and_events_that_add_up(given):
         first, *deltas_of, last = [event for event in events if event["index"] == index]
         assert (first["type"], last["type"]) == ("content_block_start", "content_block_stop")
         assert first["content_block"]["type"] == block["type"]
+        if block["type"] == "thinking":
+            signed = deltas_of.pop()["delta"]
+            assert (
+                signed == {"type": "signature_delta", "signature": block["signature"]} and block["signature"]
+            )
         text = "".join(next(v for k, v in e["delta"].items() if k != "type") for e in deltas_of)
         if block["type"] == "tool_use":
             number = int(block["id"].removeprefix("call_"))

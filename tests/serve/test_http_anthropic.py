@@ -48,7 +48,10 @@ def put_together(events):
             texts[event["index"]] = ""
         elif event["type"] == "content_block_delta":
             assert event["index"] == len(message["content"]) - 1
-            texts[event["index"]] += next(v for k, v in event["delta"].items() if k != "type")
+            if event["delta"]["type"] == "signature_delta":
+                message["content"][-1]["signature"] += event["delta"]["signature"]
+            else:
+                texts[event["index"]] += next(v for k, v in event["delta"].items() if k != "type")
         elif event["type"] == "message_delta":
             message |= event["delta"] | {"usage": event["usage"]}
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
@@ -210,7 +213,7 @@ def test_thoughts(server_of, stream):
     server.script([*tokens, EOS], finish="stop")
     thoughts, answer = ask(server, stream, thinking={"type": "enabled", "budget_tokens": 100})["content"]
     assert thoughts["type"] == "thinking" and thoughts["thinking"].strip() == "Hm. Well."
-    assert thoughts["signature"] == "" and answer == {"type": "text", "text": "Yes."}
+    assert thoughts["signature"] == "unsigned" and answer == {"type": "text", "text": "Yes."}
 
 
 def test_blocks_become_messages():
