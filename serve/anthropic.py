@@ -10,12 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from serve.anthropic_request import NAMES, MessagesRequest
-from serve.chat import prepare
+from serve.chat import prepare, prompt_tokens
 from serve.choice import Delta
 from serve.errors import APIError, anthropic_body, renamed
 from serve.generation import Generation, Serving, respond_with
 from serve.parts import Arguments, CallStart, Content, Thought, merged
-from serve.prompts import chat_text
 from serve.protocol import ChatRequest
 from serve.stream import named_sse
 
@@ -129,13 +128,7 @@ async def create_message(
 
 async def count_tokens(serving: Serving, http_request: Request, chat: ChatRequest) -> Response:
     """How many tokens the prompt of a conversation has."""
-    serving.check_model(chat.model)
-
-    def count() -> int:
-        text = chat_text(serving.tools, chat)
-        return len(serving.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens))
-
-    return JSONResponse({"input_tokens": await serving.in_thread(http_request, count)})
+    return JSONResponse({"input_tokens": await prompt_tokens(serving, http_request, chat)})
 
 
 def _usage(generation: Generation) -> dict[str, int]:

@@ -38,7 +38,7 @@ from serve.protocol import (
     TokenizePromptRequest,
 )
 from serve.request import EngineProtocol
-from serve.responses import create_response
+from serve.responses import count_input_tokens, create_response
 from serve.responses_request import ResponsesRequest
 from serve.text import TextTokenizer
 from serve.thought_prompt import ThoughtSupport
@@ -223,6 +223,11 @@ def _add_generation_routes(app: FastAPI, serving: Serving, defaults: Mapping[str
     async def responses(request: Request) -> Response:
         body = await read_request(serving, request, partial(ResponsesRequest.parse_chat, defaults=defaults))
         return await create_response(serving, request, body)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=_body_schema(ResponsesRequest))
+    async def response_tokens(request: Request) -> Response:
+        body = await read_request(serving, request, partial(ResponsesRequest.parse_chat, defaults=defaults))
+        return await count_input_tokens(serving, request, body)
 
     @app.post(ANTHROPIC, openapi_extra=_body_schema(MessagesRequest))
     async def messages(request: Request) -> Response:

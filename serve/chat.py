@@ -9,7 +9,7 @@ from starlette.responses import Response
 from serve.choice import Delta, TokenLogprob
 from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
 from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
-from serve.prompts import Prompt, chat_prompt, check_num_choices, sampling_params
+from serve.prompts import Prompt, chat_prompt, chat_text, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
 from serve.request import SamplingParams
 
@@ -152,3 +152,14 @@ async def prepare(
         room = min(request.token_limit, limit - len(prompt.ids))
         request = request.model_copy(update={"max_completion_tokens": room})
     return prompt, sampling_params(request, [prompt], limit, vocab_size, "messages", grammar)
+
+
+async def prompt_tokens(serving: Serving, http_request: Request, request: ChatRequest) -> int:
+    """How many tokens the prompt of a conversation has; raises APIError."""
+    serving.check_model(request.model)
+
+    def count() -> int:
+        text = chat_text(serving.tools, request)
+        return len(serving.tokenizer.encode(text, add_special_tokens=request.add_special_tokens))
+
+    return await serving.in_thread(http_request, count)

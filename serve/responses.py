@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from serve.chat import ChatFormat, prepare
+from serve.chat import ChatFormat, prepare, prompt_tokens
 from serve.choice import Delta
 from serve.errors import APIError, renamed
 from serve.generation import Generation, Serving, TokenNames, respond_with
@@ -143,6 +143,15 @@ async def create_response(
     headers = {"x-request-id": response_id}
     with renamed(CHAT_NAMES):
         return await respond_with(http_request, generation, events, whole, headers, stream=chat.stream)
+
+
+async def count_input_tokens(
+    serving: Serving, http_request: Request, asked: tuple[ResponsesRequest, ChatRequest]
+) -> Response:
+    """How many tokens a response would have as its input."""
+    with renamed(CHAT_NAMES):
+        count = await prompt_tokens(serving, http_request, asked[1])
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 def _whole(

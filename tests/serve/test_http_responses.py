@@ -233,6 +233,17 @@ def test_a_form_is_followed(served):
     assert found["text"]["format"]["type"] == "json_schema"
 
 
+def test_tokens_are_counted(served):
+    asked = {"model": "tiny", "input": "Hi", "instructions": "Be kind."}
+    count = served.openai.responses.input_tokens.count(**asked)
+    served.script([EOS], finish="stop")
+    served.openai.responses.create(**asked)
+    assert count.input_tokens == len(served.engine.requests[0].prompt_ids)
+    assert count.object == "response.input_tokens"
+    answer = served.post("/v1/responses/input_tokens", asked | {"model": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_what_has_no_effect_is_taken(served):
     ask(
         served, store=True, user="u", truncation="disabled", background=False, service_tier="auto",
