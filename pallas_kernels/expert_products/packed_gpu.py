@@ -81,8 +81,9 @@ class _Tile:
         self.column = column * cfg.warpgroups
         self.expert, row, self.rows = blocks.place(block, cfg.rows)
         self.row = pl.multiple_of(row, ALIGN)
-        # Of a token one row, and zeros beyond it.
-        self.given = (blocks.token(row), pl.ds(0, ALIGN)) if cfg.of_tokens else (pl.ds(self.row, cfg.rows),)
+        # Of a token one row, and zeros beyond it: JAX from 0.12 on takes no constant that reaches beyond an array.
+        of_token = pl.ds(row * 0, ALIGN)
+        self.given = (blocks.token(row), of_token) if cfg.of_tokens else (pl.ds(self.row, cfg.rows),)
 
 
 def packed_products_mosaic_gpu(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -91,6 +92,8 @@ def test_what_the_docs_say_of_own_scorers_and_of_compression_while_decoding():
     )
     cache = tj.reserve(plan, cache, 0, tokens, max_tail)
     _, cache = prefill(PARAMS, CONFIG, plan, cache, 0, prompts()[1])
+    compiled = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
+    names["tj"] = SimpleNamespace(reserve=tj.reserve, trim=tj.trim, prefill_chunk=compiled)
     names |= {"plan": plan, "cache": cache, "row": 0, "tokens": tokens, "max_tail": max_tail}
     names["next_token"] = np.array(9)
     decode = jax.jit(partial(tj.decode_step, PARAMS, CONFIG, plan), donate_argnames="cache")

@@ -29,7 +29,7 @@ def test_reference_matches_dense_float64(options):
     )
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
-    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=4e-6)
 
 
 def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:

@@ -203,6 +203,27 @@ def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("options", "one", "few"),
+    [({}, FEW, FEW), (PACKED, PACKED_ONE, PACKED_FEW), ({"packed": "fp8"}, FP8_ONE, FP8_FEW)],
+    ids=["bfloat16", "packed", "FP8"],
+)
+def test_lowers_for_a_gpu(options, one, few, direct):
+    case = make_case(3, 2, 5, 256, 256, dtype=jnp.bfloat16, **options)
+    tuning = one if direct else few
+    kernel = packed_products_mosaic_gpu if options else expert_products_mosaic_gpu
+    plan = (
+        ep.plan_directly(jnp.asarray(case.experts))
+        if direct
+        else ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    )
+    traced = jax.jit(lambda x: dataclasses.replace(case, x=x).products(kernel, plan, tuning=tuning)).trace(
+        case.x
+    )
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("kernel_hash") == 2
+
+
 def test_where_a_direct_plan_is_worth_it():
     """One request with an empty slot always; four tokens that are unlikely to share experts, but for MXFP4."""
     assert ep.goes_directly(2, 2, 8) and ep.goes_directly(4, 8, 128)
