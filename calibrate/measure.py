@@ -19,8 +19,9 @@ from models.logits import AttentionLogits
 from models.rope import rope_frequencies
 from models.sinks import with_sinks
 from models.transformer import forward
+from tangram_jax.chunk_scores import scores_of
 from tangram_jax.plan import PPM, kept_entries
-from tangram_jax.scorers import ScoreInputs, Scorer, scores_of
+from tangram_jax.scorers import ScoreInputs, Scorer
 
 QUERY_BLOCK = 256  # queries at a time, which bounds the logits at f32[N, 256, n]
 SINKS = 4

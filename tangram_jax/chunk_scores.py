@@ -6,6 +6,7 @@ from typing import TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.logits import AttentionLogits
@@ -13,9 +14,21 @@ from models.rope import rope_frequencies
 from pallas_kernels import gaussian, keep
 from tangram_jax.compress import Candidates, by_group
 from tangram_jax.plan import CachePlan
-from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer, scores_of
+from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer
 
 log = logging.getLogger("tangram")
+
+
+def scores_of(scorer: Scorer, x: ScoreInputs) -> Float[Array, "K C"]:
+    """The scores of the candidates of `x`. Raises ValueError where they are not one for each KV head and candidate."""
+    scores = scorer.score(x)
+    if getattr(scores, "shape", None) != x.valid.shape:
+        found = [*scores.shape] if hasattr(scores, "shape") else repr(scores)
+        raise ValueError(
+            f"{scorer}.score gives {found}: expected scores of {x.valid.shape[0]} KV heads and {x.valid.shape[1]} "
+            f"candidates, {[*x.valid.shape]}"
+        )
+    return scores
 
 
 class ChunkScores:

@@ -307,18 +307,6 @@ SCORERS: dict[str, type[Any]] = {
 }
 
 
-def scores_of(scorer: Scorer, x: ScoreInputs) -> Float[Array, "K C"]:
-    """The scores of the candidates of `x`. Raises ValueError where they are not one for each KV head and candidate."""
-    scores = scorer.score(x)
-    if getattr(scores, "shape", None) != x.valid.shape:
-        found = [*scores.shape] if hasattr(scores, "shape") else repr(scores)
-        raise ValueError(
-            f"{scorer}.score gives {found}: expected scores of {x.valid.shape[0]} KV heads and {x.valid.shape[1]} "
-            f"candidates, {[*x.valid.shape]}"
-        )
-    return scores
-
-
 def get_scorer(name: str, **options: Any) -> Scorer:
     """The scorer called `name` ("snapkv", "expected_attention", "keydiff", "streaming_llm", "kv_compress") with its options.
 
