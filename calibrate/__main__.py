@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
 from models.overrides import parse_overrides
 from tangram_jax.plan import default_heads_per_page
+from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
 REPORT_TOKENS = 4096
+WRITTEN_BYTES = 2**20  # what must fit where files go: more than most profiles, and than the pictures
 # Offline a wide window of queries costs nothing, and it sees what more of the future will look at.
 DEFAULT_METHOD = "kv_compress"
 DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"kv_compress": {"window": 256}}
@@ -93,7 +95,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status (2 for bad options, like argparse; 130 if interrupted)."""
+    """Runs the command; returns its exit status.
+
+    2 for bad options, like argparse; 1 where not all files are where they were asked for; 130 if interrupted.
+    """
     arguments = parser().parse_args(argv)
     console = Console(stderr=True)
     try:
@@ -169,15 +174,39 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     except FloatingPointError as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
-    result.profile.save(arguments.out)
+    saved = _save(result.profile, arguments.out, console)
     _report(result, Console(), heads_per_page)
-    print(f"wrote {arguments.out}")
+    if saved is not None:
+        print(f"wrote {saved}")
     if arguments.plots:
         from calibrate.plots import write_pictures
 
-        for path in write_pictures(result.profile, arguments.plots, heads_per_page=heads_per_page):
-            print(f"wrote {path}")
-    return 0
+        try:
+            for path in write_pictures(result.profile, arguments.plots, heads_per_page=heads_per_page):
+                print(f"wrote {path}")
+        except OSError as error:
+            console.print(f"calibrate: no more pictures: {error}", style="red", markup=False)
+            return 1
+    return 0 if saved == arguments.out else 1
+
+
+def _save(profile: BudgetProfile, out: Path, console: Console) -> Path | None:
+    """Where the profile is: in `out`, or else in the directory for temporary files; None where nothing can be written."""
+    try:
+        profile.save(out)
+        return out
+    except OSError as error:
+        console.print(f"calibrate: {out} cannot be written: {error}", style="red", markup=False)
+    try:
+        spare = Path(tempfile.mkdtemp(prefix="calibrate-")) / out.name
+        profile.save(spare)
+    except OSError as error:
+        console.print(f"calibrate: the profile is lost: {error}", style="red", markup=False)
+        return None
+    console.print(
+        f"calibrate: the profile is in {spare} instead: move it", style="red", markup=False, soft_wrap=True
+    )
+    return spare
 
 
 def _scorer(method: str, options: Sequence[str]) -> Scorer:
@@ -211,10 +240,14 @@ def _validate(arguments: argparse.Namespace) -> None:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                problems.append(f"{flag}: {folder} cannot be written to")
         except OSError as error:
             problems.append(f"{flag}: {folder} cannot be made: {error.strerror}")
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(WRITTEN_BYTES))
+        except OSError as error:
+            problems.append(f"{flag}: {folder} cannot be written to: {error.strerror}")
     if problems:
         raise ValueError("; ".join(problems))
 

@@ -1,6 +1,10 @@
 """`python -m calibrate` from options to files, on the tiny model; and the profiles that are shipped."""
 
+import errno
 import json
+import os
+import resource
+import tempfile
 
 import jax
 import matplotlib.image
@@ -10,6 +14,7 @@ import pytest
 import calibrate
 from calibrate.__main__ import main
 from calibrate.plots import write_pictures
+from calibrate.run import calibrate as run_samples
 from calibrate.run import reached_retention
 from models import registry
 from models.registry import DEFAULT_MODEL, LoadedModel
@@ -108,6 +113,44 @@ def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsy
     ):
         assert main(flags) == 2
         assert f"{flags[-2]}: {tmp_path}/file cannot be made" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_a_full_disk_is_told_before_the_work(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
+    try:
+        assert main(["--out", f"{tmp_path}/p.npz"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err.replace("\n", "")
+    assert f"--out: {tmp_path} cannot be written to: {os.strerror(errno.EFBIG)}" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_kept_where_its_place_has_gone(tiny_model, tmp_path, capsys, monkeypatch):
+    """Hours of work: the profile, and then the pictures, have nowhere to go."""
+    spare, out, plots = tmp_path / "spare", tmp_path / "out" / "p.npz", tmp_path / "plots"
+    spare.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    measured = []
+
+    def then_gone(*arguments, **options):
+        measured.append(run_samples(*arguments, **options))
+        for folder in (out.parent, plots):
+            folder.rmdir()
+            folder.write_text("")
+        return measured[0]
+
+    monkeypatch.setattr("calibrate.__main__.calibrate", then_gone)
+    options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--out", str(out), "--plots", str(plots)]) == 1
+    (kept,) = spare.glob("calibrate-*/p.npz")
+    assert BudgetProfile.load(kept) == measured[0].profile
+    said = capsys.readouterr()
+    flat = said.err.replace("\n", "")
+    assert f"{out} cannot be written: " in flat and f"the profile is in {kept} instead" in flat
+    assert f"no more pictures: [Errno {errno.EEXIST}]" in flat
+    assert "Spearman" in said.out and said.out.endswith(f"wrote {kept}\n")
 
 
 def test_an_interrupted_run_leaves_an_earlier_profile(tiny_model, tmp_path, capsys, monkeypatch):
