@@ -171,7 +171,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
                 on_sample=lambda: progress.advance(task),
                 recorded=recorded,
             )
-    except FloatingPointError as error:
+    except (ValueError, FloatingPointError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
     saved = _save(result.profile, arguments.out, console)

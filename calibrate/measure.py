@@ -57,7 +57,8 @@ def calibrate_ratios(
       window: default `aside(scorer)`: 32, or the scorer's own window of queries where that is wider.
 
     Raises:
-      ValueError: if the sample is too short, or retention is not in (0, 1].
+      ValueError: if the sample is too short, retention is not in (0, 1], or, outside of jit, a token is beyond the
+        vocabulary.
     """
     shares = calibrate_shares(params, config, tokens, scorer, (retention,), sinks=sinks, window=window)
     return shares[0]

@@ -21,6 +21,7 @@ from calibrate.samples import TextSample
 from calibrate.stability import Stability, measure_stability
 from models.config import ModelConfig
 from models.rope import rope_record
+from models.transformer import check_tokens
 from tangram_jax.plan import CachePlan, Cluster
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import Scorer
@@ -53,11 +54,14 @@ def calibrate(
     `on_sample` is called after every sample of both lists. `seed` is recorded, and fixes the split in halves. `recorded`:
     more for the provenance, what only the caller knows (e.g. `tokenizer_identity`, a digest of own texts).
 
-    Raises FloatingPointError where the scores of a sample are not numbers.
+    Raises ValueError on samples of several lengths or with tokens that the model does not know, FloatingPointError where the
+    scores of a sample are not numbers.
     """
     lengths = {len(sample.tokens) for sample in (*samples, *heldout)}
     if not samples or len(lengths) != 1:
         raise ValueError(f"samples must all have one length, found {sorted(lengths) or 'no samples'}")
+    for sample in (*samples, *heldout):
+        check_tokens(config, sample.tokens)
     measure = jax.jit(partial(calibrate_ratios, config=config, scorer=scorer, retention=retention))
 
     def ratios(texts: Sequence[TextSample]) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from models.config import ModelConfig
@@ -121,6 +122,24 @@ def _mlp(layer_params: Params, h: Array | Fp8Tokens, config: ModelConfig) -> Arr
     return product(gated, layer_params["down"], (config.hidden_size,), config)
 
 
+def check_tokens(config: ModelConfig, tokens: Any, there: Any = None) -> None:
+    """Raises ValueError on ids beyond the vocabulary, which an embedding clips, among the tokens that are `there`.
+
+    Traced ones pass, as nothing can be raised for them.
+    """
+    if isinstance(tokens, jax.core.Tracer) or isinstance(there, jax.core.Tracer):
+        return
+    ids = np.asarray(tokens)
+    wrong = (ids < 0) | (ids >= config.vocab_size)
+    if there is not None:
+        wrong &= np.asarray(there)
+    if wrong.any():
+        raise ValueError(
+            f"token {ids[wrong][0]} is none of model {config.name}, whose vocabulary has {config.vocab_size}: expected ids "
+            f"from 0 to {config.vocab_size - 1}"
+        )
+
+
 def forward(
     params: Params,
     config: ModelConfig,
@@ -146,7 +165,11 @@ def forward(
 
     Returns:
       (logits f32[R or T, V], state)
+
+    Raises:
+      ValueError: on tokens beyond the vocabulary, where it is not traced.
     """
+    check_tokens(config, tokens, there)
     with jax.named_scope("embed"):
         x = _embed(params["embed"], tokens, config)
         if config.embed_scale != 1.0:

@@ -49,8 +49,9 @@ def step(
     chunk or slot, and of tokens beyond a row's count, mean nothing. No row may be there twice. The rows' pages must be
     reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
 
-    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, a plan for another model, and
-    `all_logits` of packed chunks; TypeError on what is no scorer, and on tokens, rows and counts that are no whole numbers.
+    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, a plan for another model,
+    `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary; TypeError on what is no scorer, and on
+    tokens, rows and counts that are no whole numbers.
     """
     check_model(plan, config)
     check_plan(plan, cache)

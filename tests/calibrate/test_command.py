@@ -184,6 +184,16 @@ def test_weights_that_give_no_numbers_give_no_profile(tiny_model, tmp_path, caps
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tokenizer_of_another_model_is_told_before_the_work(tiny_model, tmp_path, capsys):
+    """A token beyond the vocabulary was measured as the last one."""
+    tiny_model.config = tiny_model.config.replace(vocab_size=100)
+    options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--out", str(tmp_path / "p.npz")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is none of model tiny, whose vocabulary has 100: expected ids from 0 to 99" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_pictures_go_where_a_string_says(tmp_path):
     paths = write_pictures(BudgetProfile.uniform(2, 4, 0.5), str(tmp_path / "plots"))
     assert [path.is_file() for path in paths] == [True] * 3

@@ -156,6 +156,32 @@ def test_arrays_of_other_shapes(what):
         step(PARAMS, CONFIG, plan, SNAPKV, new_cache(plan), *SHAPES[what])
 
 
+BEYOND = "is none of model tiny, whose vocabulary has 264: expected ids from 0 to 263"
+
+
+@pytest.mark.parametrize("token", [-1, 264])
+def test_tokens_beyond_the_vocabulary(token):
+    """Another one's embedding was taken. What is padding may be anything."""
+    plan, wrong = plan_of("1.0", 2, 8), np.array([5, token], np.int32)
+    cache = with_rows(plan, 0, 2)
+    for part, decode in (
+        (chunk_of(1, wrong, 2), None),
+        (tj.Packed(np.array([0, 2]), wrong, np.array([1, 1])), None),
+        (None, tj.Decode(np.array([0, 2]), wrong)),
+        (None, tj.Decode(np.array([2]), wrong[None], np.array([2]))),
+    ):
+        with pytest.raises(ValueError, match=f"token {token} {BEYOND}"):
+            tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, part, decode)
+    sample = random_tokens(60)
+    sample[-1] = token
+    with pytest.raises(ValueError, match=f"token {token} {BEYOND}"):
+        calibrate_ratios(PARAMS, CONFIG, sample, SNAPKV, 0.5)
+    logits, _ = tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, None, tj.Decode(np.array([0, 9]), wrong))
+    want, _ = tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, None, tj.Decode(np.array([0]), wrong[:1]))
+    np.testing.assert_allclose(logits[0], want[0], atol=1e-4)
+    tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, chunk_of(1, wrong, 1), None)
+
+
 @pytest.mark.parametrize("scorer", ["snapkv", None, tj.scorers.SnapKV])
 def test_what_is_no_scorer(scorer):
     plan = plan_of("1.0", 2, 8)
