@@ -69,17 +69,18 @@ class HarmonyReader(Reader):
         thinks: bool = True,
         shown: bool = True,
         single: bool = False,
+        only: bool = False,
         endless: bool = False,
     ) -> None:
         """`marks`: the texts of special tokens. `names`: of the tools; None: there are no calls.
 
         `beginning`: "possible" is a header, "open" and "within" a message of thoughts, "none" one of content. `thinks`:
-        thoughts are no content. `shown`: they are told of. `single`: the answer ends with its first call. `endless`: it
-        goes on after <|return|> and <|call|>.
+        thoughts are no content. `shown`: they are told of. `single`: the answer ends with its first call. `only`: nothing of
+        other names is a call. `endless`: the answer goes on after <|return|> and <|call|>.
         """
         self.keep, self.marks = frozenset(marks), marks
         self._names, self._thinks, self._shown = names, thinks, shown
-        self._single, self._endless = single, endless
+        self._single, self._only, self._endless = single, only, endless
         self._parts: list[Part] = []
         self._texts = {"": ""}  # of a header, after each of its markers; "": without <|start|>
         self._kind: Kind | None = None  # of a message; None: in a header
@@ -161,7 +162,8 @@ class HarmonyReader(Reader):
     def _open(self, header: _Header) -> None:
         """The message after a header begins."""
         name = header.recipient.removeprefix(FUNCTIONS)
-        known = self._names is not None and (name != header.recipient or name in self._names)
+        addressed = name != header.recipient and not self._only
+        known = self._names is not None and (addressed or name in self._names)
         if header.role == "assistant" and name and known:
             self._begin("call")
             self._parts.append(CallStart(self._calls, name, new_call_id()))

@@ -256,8 +256,15 @@ def _tool(tool: object) -> object:
 
 
 def _tool_choice(choice: object) -> object:
-    if isinstance(choice, dict) and choice.get("type") == "function" and choice.keys() == {"type", "name"}:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and choice.keys() == {"type", "name"}:
         return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools":
+        limits = {key: value for key, value in choice.items() if key != "type"}
+        if isinstance(limits.get("tools"), list):
+            limits["tools"] = [_tool_choice(tool) for tool in limits["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": limits}
     return choice
 
 

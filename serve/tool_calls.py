@@ -34,14 +34,16 @@ class CallParser(PieceReader):
         *,
         hidden: bool = False,
         single: bool = False,
+        only: bool = False,
         demanded: bool = False,
     ) -> None:
         """`names`: of the tools, which decide where no marker does. `hidden`: markers are special tokens, and no text.
 
-        `single`: the answer ends with its first call. `demanded`: it is calls alone, and what is none is cut off a call.
+        `single`: the answer ends with its first call. `only`: nothing of other names is a call. `demanded`: the answer is
+        calls alone, and what is none is cut off a call.
         """
         super().__init__()
-        self._names, self._single, self._demanded = names, single, demanded
+        self._names, self._single, self._only, self._demanded = names, single, only, demanded
         self._mistral_ids = style == "mistral"
         self._hidden = MARKERS[style] if hidden else ()
         self._parts: list[Part] = []
@@ -169,7 +171,7 @@ class CallParser(PieceReader):
             if (yield from self.match(MISTRAL_ARGUMENTS[1:])) < len(MISTRAL_ARGUMENTS) - 1:
                 return False
         yield from self.skip()
-        if not name or (yield from self.peek()) != "{":
+        if not name or (self._only and name not in self._names) or (yield from self.peek()) != "{":
             return False
         self._announce(name, call_id)
         yield from self._written_arguments()
@@ -201,7 +203,7 @@ class CallParser(PieceReader):
                     return announced
             elif key == "name":
                 name = yield from self.string()
-                if not name or not (marked or name in self._names):
+                if not name or not ((marked and not self._only) or name in self._names):
                     return False
             elif name is not None and (yield from self.peek()) == "{":
                 self._announce(name)

@@ -72,9 +72,10 @@ class ToolSupport:
             return None
         return CallParser(
             self.format.style,
-            frozenset(tool.function.name for tool in request.tools),
+            request.allowed.keys(),
             hidden=bool(self.special) and request.skip_special_tokens,
             single=request.single_call,
+            only=request.limited,
             demanded=bool(request.demanded),
         )
 
@@ -84,10 +85,11 @@ class ToolSupport:
             return HarmonyReader(
                 {i: marker for marker, i in self.special.items()},
                 beginning,
-                frozenset(tool.function.name for tool in request.tools) if request.may_call else None,
+                request.allowed.keys() if request.may_call else None,
                 thinks=thoughts.on,
                 shown=request.include_reasoning,
                 single=request.single_call,
+                only=request.limited,
                 endless=request.ignore_eos,
             )
         calls = self.parser(request)
@@ -110,10 +112,10 @@ class ToolSupport:
             and request.may_call
             and not (self.harmony and request.continue_final_message)
         ):
-            names = [tool.function.name for tool in request.tools]
+            names = [*request.allowed]
         if not names:
             return answer
-        schemas = {t.function.name: t.function.parameters for t in request.tools if t.function.name in names}
+        schemas = {name: request.allowed[name].parameters for name in names}
         many = not request.single_call
         return GrammarSpec(
             "tools", self.format.lark(schemas, self.special, many=many, answer=answer), "tools"

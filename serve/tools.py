@@ -72,6 +72,8 @@ class ToolFields(RequestModel):
     parallel_tool_calls: bool = True
 
     _named: str | None = PrivateAttr(None)
+    _only: frozenset[str] | None = PrivateAttr(None)
+    _required: bool = PrivateAttr(False)
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -88,23 +90,34 @@ class ToolFields(RequestModel):
                 raise _refused("tools", f"two functions have the name '{name}'")
         if (size := len(json.dumps(self.tool_objects, ensure_ascii=False))) > MAX_GRAMMAR:
             raise _refused("tools", f"at most {MAX_GRAMMAR} characters are possible, these have {size}")
+        self._choose(set(names))
+        return self
+
+    def _choose(self, names: set[str]) -> None:
+        """What `tool_choice` says of the tools of these names."""
         choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            function = choice.get("function")
-            if choice.keys() != {"type", "function"} or not isinstance(function, dict):
-                raise _refused("tool_choice", _NAMED)
-            if function.keys() != {"name"} or not isinstance(function["name"], str):
-                raise _refused("tool_choice", _NAMED)
-            self._named = function["name"]
-            if self._named not in names:
-                raise _refused("tool_choice", f"there is no tool of the name '{self._named[:64]}'")
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind == "function":
+            self._named = _name_of(choice, names)
+        elif kind == "allowed_tools":
+            limits = choice.get("allowed_tools")
+            if choice.keys() != {"type", "allowed_tools"} or not isinstance(limits, dict):
+                raise _refused("tool_choice", _ALLOWED)
+            tools = limits.get("tools")
+            if limits.keys() != {"mode", "tools"} or limits["mode"] not in ("auto", "required"):
+                raise _refused("tool_choice", _ALLOWED)
+            if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+                raise _refused("tool_choice", _ALLOWED)
+            self._only = frozenset(_name_of(tool, names) for tool in tools)
+            self._required = limits["mode"] == "required"
         elif choice is not None and choice not in _CHOICES:
             raise _refused(
                 "tool_choice", f"give 'none', 'auto' or 'required', or {_NAMED.removeprefix('give ')}"
             )
-        if choice == "required" and not names:
-            raise _refused("tool_choice", "'required' needs 'tools'")
-        return self
+        elif choice == "required":
+            self._required = True
+            if not names:
+                raise _refused("tool_choice", "'required' needs 'tools'")
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:
@@ -117,6 +130,17 @@ class ToolFields(RequestModel):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def limited(self) -> bool:
+        """Whether some of the tools that the model is told of may not be called."""
+        return self._only is not None
+
+    @property
+    def allowed(self) -> dict[str, Function]:
+        """What may be called, by name."""
+        functions = {tool.function.name: tool.function for tool in self.tools if self.may_call}
+        return {name: f for name, f in functions.items() if self._only is None or name in self._only}
+
+    @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model is told of: none where it must not call any."""
         return self.tool_objects if self.may_call else []
@@ -126,7 +150,7 @@ class ToolFields(RequestModel):
         """The names of the tools of which one must be called; empty where none must."""
         if self._named is not None:
             return [self._named]
-        return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
+        return [*self.allowed] if self._required else []
 
     @property
     def single_call(self) -> bool:
@@ -135,6 +159,19 @@ class ToolFields(RequestModel):
 
 
 _NAMED = 'give {"type": "function", "function": {"name": ...}}'
+_ALLOWED = "'allowed_tools' needs a 'mode', 'auto' or 'required', and as 'tools' some of the functions by their names"
+
+
+def _name_of(choice: object, names: set[str]) -> str:
+    """The name in {"type": "function", "function": {"name": ...}}, one of `names`."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or choice.keys() != {"type", "function"} or choice["type"] != "function":
+        raise _refused("tool_choice", _NAMED)
+    if not isinstance(function, dict) or function.keys() != {"name"} or not isinstance(function["name"], str):
+        raise _refused("tool_choice", _NAMED)
+    if function["name"] not in names:
+        raise _refused("tool_choice", f"there is no tool of the name '{function['name'][:64]}'")
+    return function["name"]
 
 
 def _refused(param: str, fault: str) -> Exception:

@@ -184,6 +184,13 @@ def test_thoughts_or_calls_that_are_not_looked_for():
     assert read("<|channel|>commentary to=g<|message|>x") == ("", "x", [], False)
 
 
+def test_calls_of_other_names_are_content():
+    for name, calls in (("f", F), ("unknown", [("unknown", A)])):
+        assert read(call(name, A))[1:] == ("", calls, True)
+    assert read(call("f", A), only=True)[1:] == ("", F, True)
+    assert read(call("unknown", A), only=True)[1:] == (A, [], False)
+
+
 def test_the_end_of_an_answer():
     text = call("f", "{}<|call|>") + START + final("more")
     assert read(text) == ("", "", [("f", "{}")], True)

@@ -59,7 +59,6 @@ FAULTS = [
     ({"tool_choice": NAMED}, "tool_choice", "invalid_value", "no tool of the name 'ping'"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "invalid_value", "'none', 'auto' or 'required'"),
     ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "invalid_value", "'none', 'auto' or 'required'"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "invalid_value", "'auto'"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value", '"name"'),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice", "invalid_value", '"name"'),
     (
@@ -134,13 +133,34 @@ def test_the_openai_client_tells_of_bad_tools(served):
 
 
 VALUES = st.sampled_from(
-    [None, True, 7, "f", "auto", "required", "", [], {}, ["f"], "{}", "[1]", "function", "tool"]
+    [
+        None,
+        True,
+        7,
+        "f",
+        "auto",
+        "required",
+        "",
+        [],
+        {},
+        ["f"],
+        "{}",
+        "[1]",
+        "function",
+        "tool",
+        "allowed_tools",
+    ]
 )
 OBJECTS = st.recursive(
     VALUES,
     lambda inner: st.lists(inner, max_size=2)
     | st.dictionaries(
-        st.sampled_from(["type", "function", "name", "arguments", "parameters", "description", "id", "strict"]),
+        st.sampled_from(
+            [
+                "type", "function", "name", "arguments", "parameters", "description", "id", "strict",
+                "allowed_tools", "mode", "tools",
+            ]
+        ),
         inner,
         max_size=4,
     ),
