@@ -10,7 +10,8 @@ from starlette.requests import Request
 from serve.errors import APIError, bad_request
 from serve.generation import Serving
 
-_READ_SECONDS = 30.0  # a body that takes longer is refused
+_READ_SECONDS = 30.0  # a body that takes longer is refused, unless it comes at this pace at least:
+_LEAST_RATE = 4096  # bytes a second
 _DRAIN_SECONDS = 0.5  # how long a body that is too large is still read, so that the client sees the answer
 _INLINE_BYTES = 32768  # larger bodies are parsed on a worker thread
 
@@ -25,10 +26,14 @@ async def read_request[T](serving: Serving, request: Request, parse: Callable[[A
             code="unsupported_media_type",
         )
     try:
-        async with asyncio.timeout(_READ_SECONDS):
-            data = await _read_bytes(request, serving.max_body_bytes)
+        async with asyncio.timeout(_READ_SECONDS) as deadline:
+            data = await _read_bytes(request, serving.max_body_bytes, deadline)
     except TimeoutError:
-        raise APIError(408, f"The request body did not arrive within {_READ_SECONDS:g} seconds.") from None
+        raise APIError(
+            408,
+            f"The request body came too slowly: it may take {_READ_SECONDS:g} seconds, and a second more for every "
+            f"{_LEAST_RATE} bytes.",
+        ) from None
     request.state.body_bytes = len(data)  # says which threads work on it
     if len(data) <= _INLINE_BYTES:
         return parse(_from_json(data))
@@ -43,7 +48,9 @@ def _from_json(data: bytes) -> Any:
         raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+async def _read_bytes(request: Request, limit: int, slow: asyncio.Timeout) -> bytes:
+    """The body; `slow` is put off as it comes."""
+    last = slow.when() or 0.0
     length = request.headers.get("content-length", "0")
     too_large = APIError(413, f"The request body is larger than the {limit} bytes that this server takes.")
     announced = int(length) if length.isdecimal() else 0
@@ -56,6 +63,7 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 if size <= limit:
+                    slow.reschedule(last + size / _LEAST_RATE)
                     parts.append(part)
                 elif deadline.when() is None:
                     parts.clear()

@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serve.args import ConfigError
+from serve.connections import Connection, drop_stalled
 from serve.generation import Draining
 
 _CUT_SECONDS = 2  # for the last error events to reach their clients
@@ -27,6 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
             listener = on_error.enter_context(socket.socket(family, kind, protocol))
             # The port of a server that has just ended is free, that of one which listens is not.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            drop_stalled(listener)
             listener.bind(address)
             on_error.pop_all()
             return listener
@@ -88,6 +90,7 @@ def make_server(
         timeout_graceful_shutdown=shutdown_timeout + _CUT_SECONDS,
         timeout_keep_alive=30,
         backlog=2048,
+        http=Connection,
         ws="none",
         server_header=False,
     )

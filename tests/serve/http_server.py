@@ -13,7 +13,7 @@ import openai
 
 from models.testing import tiny_tokenizer
 from serve.api import create_app
-from serve.server import Server, make_server
+from serve.server import Server, bind, make_server, url_of
 from tests.serve.fake_engine import FakeEngine, Script
 
 TOKENIZER = tiny_tokenizer()
@@ -77,13 +77,13 @@ def serving(
     """Start a server on a free port, stop it at the end."""
     engine = FakeEngine(Script(ids("hello"), finish="length"), max_model_len)
     app = create_app(engine, tokenizer, names, **options)
+    listener = bind("127.0.0.1", 0)
     server = make_server(app, host="127.0.0.1", port=0, log_level="warning", shutdown_timeout=1)
-    thread = threading.Thread(target=server.run, daemon=True, name="uvicorn")
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True, name="uvicorn")
     thread.start()
     try:
         wait_until(lambda: server.started, 20)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
+        url = url_of(listener)
         key = (options.get("api_keys") or ("none",))[0]
         with (
             httpx.Client(base_url=url, timeout=20, trust_env=False) as http,
