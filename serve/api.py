@@ -162,7 +162,7 @@ class _Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response(scope["path"])(scope, receive, counting_send)
+            await error.response(scope)(scope, receive, counting_send)
             return
         try:
             await self._app(scope, receive, counting_send)
@@ -172,14 +172,14 @@ class _Gate:
             # The server stops, and has waited long enough for a body or a slow reader.
             if not started:
                 late = unavailable("The server is shutting down.")
-                await late.response(scope["path"])(scope, receive, counting_send)
+                await late.response(scope)(scope, receive, counting_send)
         except Exception as error:
             if started:
                 raise
             # Here it is counted, and the connection lives on.
             log.exception("%s %s failed", scope["method"], scope["path"][:200])
             bug = APIError(500, f"Internal server error ({type(error).__name__})")
-            await bug.response(scope["path"])(scope, receive, counting_send)
+            await bug.response(scope)(scope, receive, counting_send)
 
     def _allowed(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])

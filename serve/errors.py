@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API, {"error": {"message", "type", "param", "code"}}; of Anthropic's under its routes."""
+"""Errors in the shape of OpenAI's API, {"error": {"message", "type", "param", "code"}}, or in that of Anthropic's."""
 
 import contextlib
 import re
@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 ANTHROPIC = "/v1/messages"
 NO_THREADS = "thread_unsupported_request"  # the code after which Anthropic's client goes on without a thread
@@ -46,9 +47,10 @@ class APIError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, path: str = "") -> JSONResponse:
-        """The error as an HTTP response, in the form of the API that `path` belongs to."""
-        body = anthropic_body(self) if path.startswith(ANTHROPIC) else self.body()
+    def response(self, scope: Scope) -> JSONResponse:
+        """The error as an HTTP response, in the form of the API that is asked: some routes belong to both."""
+        named = any(name == b"anthropic-version" for name, _ in scope["headers"])  # its clients always say it
+        body = anthropic_body(self) if named or scope["path"].startswith(ANTHROPIC) else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
@@ -106,11 +108,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(APIError)
     async def on_api_error(request: Request, error: APIError) -> JSONResponse:
-        return error.response(request.url.path)
+        return error.response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         where = f"{request.method} {request.url.path[:200]}"
         known = {404: f"Unknown route: {where}", 405: f"Method not allowed: {where}"}
         message = known.get(error.status_code, str(error.detail))
-        return APIError(error.status_code, message, headers=error.headers).response(request.url.path)
+        return APIError(error.status_code, message, headers=error.headers).response(request.scope)

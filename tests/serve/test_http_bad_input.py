@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve.errors import APIError
 from serve.protocol import ChatRequest, CompletionRequest
-from tests.serve.http_server import TOKENIZER
+from tests.serve.http_server import TOKENIZER, serving
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -246,6 +246,30 @@ def test_unknown_routes_and_methods(served):
     check_error(served.http.delete("/v1/models"), 405, None, "method_not_allowed")
     check_error(served.http.get("/v1/models/none"), 404, "model", "model_not_found")
     check_error(served.http.get("/" + "x" * 3000), 404, None, "not_found")
+
+
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+
+
+def test_routes_of_both_apis_answer_in_the_form_of_who_asks(served):
+    """Anthropic's clients send a header that says so."""
+    for method, path, status, kind, words in (
+        ("GET", "/v1/models/none", 404, "not_found_error", "The model 'none' does not exist here"),
+        ("GET", "/v1/nothing", 404, "not_found_error", "Unknown route: GET /v1/nothing"),
+        ("DELETE", "/v1/models", 405, "invalid_request_error", "Method not allowed: DELETE /v1/models"),
+    ):
+        found = served.http.request(method, path, headers=ANTHROPIC)
+        assert (found.status_code, found.json().keys()) == (status, {"type", "error"})
+        assert found.json()["error"]["type"] == kind and words in found.json()["error"]["message"]
+        assert served.http.request(method, path).json()["error"].keys() == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }
+    with serving(api_keys=("secret",)) as closed:
+        refused = closed.http.get("/v1/models", headers=ANTHROPIC)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
 
 def test_tokenizer_routes(served):
