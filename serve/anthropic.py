@@ -112,7 +112,8 @@ async def create_message(
     with renamed(NAMES):
         prompt, params = await prepare(serving, http_request, chat, cut=True)
     message_id = f"msg_{uuid.uuid4().hex}"
-    generation = Generation(serving, chat, [prompt], params, message_id, timer)
+    says_nothing = request.max_tokens == 0
+    generation = Generation(serving, chat, [prompt], params, message_id, timer, says_nothing=says_nothing)
     answer = Answer(cut=params[0].max_tokens < request.max_tokens)
     head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
 

@@ -106,7 +106,9 @@ class _Conversation(RequestModel):
 class MessagesRequest(_Conversation):
     """Body of POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, lt=2**31)
+    max_tokens: int = Field(
+        ge=0, lt=2**31
+    )  # 0: the prompt is read, so that the next turns find it, and nothing is said
     stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
     temperature: float | None = None
     top_p: float | None = None
@@ -126,7 +128,7 @@ class MessagesRequest(_Conversation):
             raise bad_request(message, "thread", NO_THREADS)
         same = ("temperature", "top_p", "top_k", "stream", "kv_retention")
         chat = {name: getattr(request, name) for name in same}
-        chat |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+        chat |= {"max_completion_tokens": max(1, request.max_tokens), "stop": request.stop_sequences}
         return request, _chat(request._as_chat() | chat, defaults)
 
 

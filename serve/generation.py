@@ -169,7 +169,10 @@ class Generation:
         params: Sequence[SamplingParams],
         request_id: str,
         timer: RequestTimer,
+        *,
+        says_nothing: bool = False,
     ) -> None:
+        """`says_nothing`: what is generated is dropped, as in a completion of no tokens: the engine always generates."""
         completion = request if isinstance(request, CompletionRequest) else None
         chat = request if isinstance(request, ChatRequest) else None
         self._counts_thoughts = chat is not None and serving.thoughts.on
@@ -190,7 +193,7 @@ class Generation:
                 stops=request.stop,
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
-                drop_generated=completion is not None and completion.max_tokens == 0,
+                drop_generated=says_nothing or (completion is not None and completion.max_tokens == 0),
                 reader=serving.tools.reader(chat, prompt.beginning, serving.thoughts) if chat else None,
             )
             for p, prompt in enumerate(prompts)

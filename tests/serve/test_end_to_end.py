@@ -152,6 +152,14 @@ def test_turns_of_a_conversation_reuse_the_ones_before(server, tiny):
     assert server.metric("tangram:prefix_cache_hits_total") > 0
 
 
+def test_what_was_read_without_an_answer_is_found_by_the_next_turn(server):
+    body = {"max_tokens": 0, "messages": [{"role": "user", "content": "What was read before it is asked?"}]}
+    read = server.http.post("/v1/messages", json=body).json()["usage"]
+    assert (read["cache_read_input_tokens"], read["output_tokens"]) == (0, 0)
+    asked = server.http.post("/v1/messages", json=body | {"max_tokens": 5}).json()["usage"]
+    assert asked["cache_read_input_tokens"] == read["input_tokens"] - 1  # the last one gives the first token
+
+
 def test_choices_and_seeds(server):
     options = {"n": 3, "seed": 11, "temperature": 1.0, "max_tokens": 15, "extra_body": {"ignore_eos": True}}
     first, second = (chat(server, HELLO, **options) for _ in range(2))
