@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 ANTHROPIC = "/v1/messages"
+TOO_LONG = "context_length_exceeded"
 NO_THREADS = "thread_unsupported_request"  # the code after which Anthropic's client goes on without a thread
 _KINDS = {
     401: "authentication_error",
@@ -99,7 +100,7 @@ def too_long(limit: int, prompt_tokens: int, param: str, *, at_least: bool = Fal
         f"{param} resulted in {count} tokens, so the prompt is too long: {count} tokens > {limit - 1} maximum. Please "
         f"reduce the length of the {param}.",
         param,
-        "context_length_exceeded",
+        TOO_LONG,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serve.errors import bad_request, too_long
+from serve.errors import TOO_LONG, bad_request, too_long
 from serve.grammar import Grammar
 from serve.harmony_prompt import EFFORTS
 from serve.protocol import ChatFields, ChatRequest, CompletionRequest, SamplingRequest
@@ -278,7 +278,7 @@ def sampling_params(
                 f"{len(prompt.ids) + wanted} tokens ({len(prompt.ids)} in the {where}, {wanted} in the completion). "
                 f"Please reduce the length of the {where} or the completion.",
                 where,
-                "context_length_exceeded",
+                TOO_LONG,
             )
         max_tokens = room if wanted is None else wanted
         if request.min_tokens > max_tokens:

@@ -17,6 +17,7 @@ from serve.parts import Arguments, CallStart, Content, Thought, merged
 from serve.protocol import ChatRequest
 from serve.responses_request import CHAT_NAMES, ResponsesRequest, echoed
 from serve.stream import named_sse
+from serve.truncation import prepare_truncated
 
 Event = dict[str, Any]
 
@@ -125,8 +126,9 @@ async def create_response(
     timer = serving.metrics.request_timer()
     request, chat = asked
     model = serving.check_model(chat.model)
+    prepared = prepare_truncated if request.truncation == "auto" else prepare
     with renamed(CHAT_NAMES):
-        prompt, params = await prepare(serving, http_request, chat)
+        prompt, params = await prepared(serving, http_request, chat)
     response_id = f"resp_{uuid.uuid4().hex}"
     generation = Generation(serving, chat, [prompt], params, response_id, timer)
     head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model}

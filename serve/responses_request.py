@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -72,7 +72,6 @@ class ResponsesRequest(RequestModel):
         "max_tool_calls": (),
         "previous_response_id": (),
         "prompt": (),
-        "truncation": ("disabled",),
         "context_management": (),
     }
     INSTEAD = {"previous_response_id": _RESEND, "conversation": _RESEND}  # noqa: RUF012
@@ -98,6 +97,7 @@ class ResponsesRequest(RequestModel):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     include: list[str] = Field(default_factory=list, fail_fast=True)
     stream: bool = False
+    truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[dict[str, str], BeforeValidator(_few_enough)] = Field(default_factory=dict)
 
     @classmethod
@@ -291,7 +291,7 @@ def echoed(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:
         "parallel_tool_calls": chat.parallel_tool_calls,
         "text": {"format": request.text.format},
         "reasoning": {"effort": chat.reasoning_effort, "summary": None},
-        "truncation": "disabled",
+        "truncation": request.truncation,
         "previous_response_id": None,
         "background": False,
         "store": False,

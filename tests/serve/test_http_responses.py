@@ -291,7 +291,7 @@ def test_what_has_no_effect_is_taken(served):
         ({"temperature": -1}, "temperature", "temperature"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier turns in 'input'"),
         ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
         ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata", "at most 16 entries"),
         ({"include": ["file_search_call.results"]}, "include", "'file_search_call.results', which is not"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "tools of type 'web_search' are not supported"),
