@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serve.parts import Part
+from serve.parts import Content, Part
 from serve.reader import Reader
 from serve.request import FinishReason, PromptLogprob, SamplingParams, TokenOutput
 from serve.text import StopScanner, TextTokenizer, special_texts
@@ -28,6 +28,8 @@ class Delta:
     parts: list[Part] = field(default_factory=list)  # where there is a reader: what the text says
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # Where there is a reader: those of content alone, each with the length of the choice's content up to its text's end.
+    content_logprobs: list[tuple[int, TokenLogprob]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
     called: bool = False  # the choice has ended with whole calls
@@ -60,6 +62,11 @@ class Choice:
         self._marks = reader.marks if reader else {}
         self._skips = skip_special_tokens
         self._delta = Delta()
+        self._unread: list[
+            tuple[TokenLogprob, int]
+        ] = []  # of tokens that are no part yet; lengths of their texts
+        self._content = 0  # characters of content
+        self._told = 0  # characters of the text that are no part of a stop string
         self._offset = 0  # characters that came out of the detokenizer, and the echo
         self.num_tokens = 0
         self._thinking_tokens = 0  # generated while there may be thoughts, or are
@@ -141,10 +148,11 @@ class Choice:
         if self._reader is not None and self._reader.thinking:
             self._thinking_tokens += 1
         self._delta.token_ids.append(token_id)
+        entry = None
         if self._sampling.logprobs is not None:
             logprob = math.nan if output.logprob is None else output.logprob
-            top = output.top_logprobs or []
-            self._delta.logprobs.append(TokenLogprob(token_id, self._offset, logprob, top))
+            entry = TokenLogprob(token_id, self._offset, logprob, output.top_logprobs or [])
+            self._delta.logprobs.append(entry)
         if output.finish_reason == "stop" and not self._include_stop:
             return  # the token that ended the text is not a part of it
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
@@ -154,6 +162,9 @@ class Choice:
         if self._skips and self._reader is not None and self._reader.skips(token_id):
             return
         text = self._detokenizer.add(token_id)
+        unsaid = self._reader is None or self._reader.framing or token_id in self._tokenizer.special_ids
+        if entry is not None and not unsaid:
+            self._unread.append((entry, len(text)))
         if (marker := self._marks.get(token_id)) is None:
             self._add_text(text)
         else:
@@ -172,19 +183,40 @@ class Choice:
         self._add_text(text)
         self._show(self._scanner.push("", match=False))
         if self._reader is not None and self._scanner.matched is None:
-            self._delta.parts += self._reader.mark(marker)
+            self._add_parts(self._reader.mark(marker))
 
     def _show(self, text: str) -> None:
         self._delta.text += text
         self._pieces.append(text)
+        self._told += len(text)
         if self._reader is not None:
-            self._delta.parts += self._reader.push(text)
+            self._add_parts(self._reader.push(text))
+
+    def _add_parts(self, parts: list[Part]) -> None:
+        """What the reader made of the text; where that is content, it is of the last tokens that are shown."""
+        self._delta.parts += parts
+        if not parts or self._sampling.logprobs is None:
+            return
+        end, hidden = (
+            len(self._unread),
+            self._offset - self._told,
+        )  # characters that may belong to a stop string
+        while end and 0 < self._unread[end - 1][1] <= hidden:
+            end -= 1
+            hidden -= self._unread[end][1]
+        start, left = end, sum(len(part.text) for part in parts if isinstance(part, Content))
+        self._content += left
+        while start and (left > 0 or (start < end and not self._unread[start - 1][1])):
+            start -= 1  # also over the first bytes of a character
+            left -= self._unread[start][1]
+        self._delta.content_logprobs += [(self._content, entry) for entry, _ in self._unread[start:end]]
+        del self._unread[:end]
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None) -> None:
         if self._drop_generated:
             reason, stop_reason = "length", None
         if self._reader is not None:
-            self._delta.parts += self._reader.finish()
+            self._add_parts(self._reader.finish())
             self._delta.called = self._reader.called
             self._delta.thought = self._reader.thought
         self.finish_reason = self._delta.finish_reason = reason

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from serve.chat import ChatFormat, prepare, prompt_tokens
-from serve.choice import Delta
+from serve.choice import Delta, TokenLogprob
 from serve.errors import APIError, renamed
 from serve.generation import Generation, Serving, TokenNames, respond_with
 from serve.parts import Arguments, CallStart, Content, Thought, merged
@@ -31,10 +32,12 @@ class Answer:
         self._form = form
         self._open = False  # the last item still grows
         self._pieces: list[str] = []  # of its text, or arguments
+        self._content = 0  # characters of all text
+        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()  # of text that is still to come
 
     def feed(self, delta: Delta) -> Iterator[Event]:
         """Events of what has come; all of them must be taken."""
-        logprobs = self._form.logprobs(delta.logprobs) if self._form else []
+        self._logprobs += delta.content_logprobs
         for part in merged(delta.parts):
             if isinstance(part, CallStart):
                 call = {"call_id": part.id, "name": part.name, "arguments": ""}
@@ -43,18 +46,14 @@ class Answer:
                 self._pieces.append(part.text)
                 yield self._event("response.function_call_arguments.delta", delta=part.text)
             elif part.text:
-                yield from self._text(part, logprobs)
-                if isinstance(part, Content):
-                    logprobs = []  # of all that has come
+                yield from self._text(part)
         if delta.finish_reason is None:
             return
-        if self._open and self.items[-1]["type"] == "message":
-            self.items[-1]["content"][0]["logprobs"] += logprobs  # of the token that ended it
         if not self.items:  # an empty answer is one, too
             yield from self._begin("message", "msg", role="assistant", content=[])
         yield from self.end("incomplete" if delta.finish_reason == "length" else "completed")
 
-    def _text(self, part: Thought | Content, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def _text(self, part: Thought | Content) -> Iterator[Event]:
         thought = isinstance(part, Thought)
         if not self._open or self.items[-1]["type"] != ("reasoning" if thought else "message"):
             if thought:
@@ -66,13 +65,22 @@ class Answer:
             item["content"].append(_empty_part(item["type"]))
             yield self._event("response.content_part.added", content_index=0, part=_empty_part(item["type"]))
         self._pieces.append(part.text)
-        if thought:
+        if isinstance(part, Thought):
             yield self._event("response.reasoning_text.delta", content_index=0, delta=part.text)
         else:
+            logprobs = self._logprobs_of(part)
             item["content"][0]["logprobs"] += logprobs
             yield self._event(
                 "response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs
             )
+
+    def _logprobs_of(self, part: Content) -> list[dict[str, Any]]:
+        """Of the tokens of the next text."""
+        self._content += len(part.text)
+        entries = []
+        while self._logprobs and self._logprobs[0][0] <= self._content:
+            entries.append(self._logprobs.popleft()[1])
+        return self._form.logprobs(entries) if self._form else []
 
     def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[Event]:
         yield from self.end("completed")
