@@ -2,7 +2,7 @@
 
 Reasoning models think between <think> and </think> before they answer; many chat templates write the first tag into the
 prompt. In whatever pieces the text comes: what stands between the tags is thoughts, also where the text ends before the
-second one, and what comes after it is the answer. White space around the tags is neither.
+second one, and what comes after it is the answer. White space around the tags is neither, nor is an end tag that is cut.
 """
 
 from collections.abc import Collection
@@ -94,11 +94,15 @@ class AnswerReader(PieceReader, Reader):
         while (yield from self.more()):
             text, found = self.until(START[0])
             self._think(text)
-            if found and (tag := (yield from self._tag())) == END:
+            if not found:
+                continue
+            tag = yield from self._tag()
+            if tag == END:
                 self.thinking = False
                 yield from self.skip()
                 return
-            if found and (self._begun or tag != START):  # some open what the prompt has opened
+            cut = tag.startswith(END[:2]) and not (yield from self.more())
+            if not cut and (self._begun or tag != START):  # some open what the prompt has opened
                 self._think(tag)
         if self._space and self._shown:
             self._parts.append(Thought(self._space))

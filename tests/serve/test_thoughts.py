@@ -57,7 +57,10 @@ CASES = [
     ("open", "</think>Hello", "", "Hello", True),
     ("open", "\n<think>\nHm.</think>Hello", "Hm.", "Hello", True),
     ("open", "<b</think>Hello", "<b", "Hello", True),
-    ("open", "Hm. </th", "Hm. </th", "", True),
+    ("open", "Hm. </th", "Hm. ", "", True),
+    ("open", "Hm. </thx", "Hm. </thx", "", True),
+    ("open", "Hm. <", "Hm. <", "", True),
+    ("open", "</", "", "", True),
     ("open", "", "", "", True),
     ("within", " well.\n</think>\n\nHello", " well.", "Hello", True),
     ("within", "<think>a", "<think>a", "", True),
@@ -114,7 +117,7 @@ def test_any_cutting_reads_the_same(text, beginning, cuts, calls):
 @pytest.mark.parametrize("unit", ["<", " ", "a \n", "<think>", "</thin"], ids=repr)
 def test_long_texts(unit):
     """40,000 characters, whole and in pieces; something quadratic would run into the limit of a test's time."""
-    text = unit * (40_000 // len(unit))
+    text = unit * (40_000 // len(unit)) + "."
     for beginning in BEGINNINGS:
         thoughts, content, *_ = read(beginning, f"<think>a{text}")
         assert (thoughts + content).endswith(f"a{text}")
