@@ -50,6 +50,12 @@ class Config:
     def ping_pong(self) -> bool:
         return (self.tuning.warpgroups == 2 or self.fused) and self.tuning.ping_pong and not self.interpreted
 
+    def slot(self, turn: Any) -> Any:
+        """Where the keys and values of a CTA's n-th block lie."""
+        stages = self.tuning.stages
+        # The remainder of a signed number is a chain of a dozen instructions, which at D = 64 nothing hides.
+        return turn & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(turn, i32(stages))
+
     @property
     def box(self) -> int:
         """Entries of one load."""

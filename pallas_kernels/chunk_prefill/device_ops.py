@@ -1,6 +1,7 @@
-"""Stores that Pallas does not offer, written with `inline_mgpu`: rows of registers to strided places, up to a limit.
+"""What Pallas does not offer, written with `inline_mgpu`: rows of registers stored to strided places, up to a limit; sums of
+the columns that a thread has.
 
-The CPU interpreter cannot run them: `kernel.py` has a plain path beside.
+The CPU interpreter cannot run the stores: `kernel.py` has a plain path beside.
 """
 
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
@@ -15,7 +17,9 @@ from jaxlib.mlir.dialects import arith, memref, vector
 from pallas_kernels.chunk_prefill.tuning import ROWS
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-HALF = 4  # the dimension of an array's registers (WGMMA layout, 64 rows) that counts the rows of one thread
+# Dimensions of an array's registers (WGMMA layout, 64 rows): eights of columns, and the two rows of a thread.
+COLUMNS, HALF = 1, 4
+FOLDED = 8  # so many columns further a thread has the same row and places again
 
 
 class TileRows(NamedTuple):
@@ -81,3 +85,20 @@ def store_values(
         value.foreach(store)
 
     run(value, dst, row, column, there, rows_before)
+
+
+def fold_columns(x: jax.Array, *, interpreted: bool) -> jax.Array:
+    """f32[64, 8]: sums of every eighth column of [64, n] (WGMMA layout); each thread adds up what it has."""
+    if interpreted:
+        return x.reshape(len(x), -1, FOLDED).sum(axis=1)
+    result = plgpu.ShapeDtypeStruct((len(x), FOLDED), x.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def run(ctx: Any, x: Any) -> Any:
+        del ctx
+        total, *others = np.split(x.registers, x.registers.shape[COLUMNS], axis=COLUMNS)
+        for other in others:
+            total = np.vectorize(arith.addf, otypes=[object])(total, other)
+        return mgpu.FragmentedArray(_registers=total, _layout=x.layout, _is_signed=None)
+
+    return run(x)

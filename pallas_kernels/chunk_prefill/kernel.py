@@ -79,7 +79,13 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             top = jnp.maximum(m, s.max(axis=1) * factor)
             fade = jnp.exp2(m - top)
             p = jnp.exp2(s * factor - _spread(top, score_shape))
-            return p.astype(refs.q.dtype), top, norm * fade + p.sum(axis=1), _spread(fade, out_shape)
+            if cfg.fused:
+                norm = norm * _spread(fade, norm.shape) + device_ops.fold_columns(
+                    p, interpreted=cfg.interpreted
+                )
+            else:
+                norm = norm * fade + p.sum(axis=1)
+            return p.astype(refs.q.dtype), top, norm, _spread(fade, out_shape)
 
         def in_turn(masked: bool, j: Any, carry: Any) -> Any:
             acc, m, norm = carry
@@ -93,10 +99,13 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             p, m, norm, fade = soften(masked, j, s, m, norm)
             return acc * fade, m, norm, p
 
+        # What threads exchange for the sum of a row's weights costs time where the tensor cores wait for them. Where those
+        # have work meanwhile it does not, and a longer chain of additions does.
+        no_weights = jnp.zeros((ROWS, device_ops.FOLDED) if cfg.fused else (ROWS,), f32)
         carry: Any = (
             plgpu.layout_cast(jnp.zeros(out_shape, f32), WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), LOW, f32), BY_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), f32), BY_ROW),
+            plgpu.layout_cast(no_weights, WGMMA if cfg.fused else BY_ROW),
         )
         plgpu.barrier_wait(refs.q_full)
         start, one_block = i32(0), in_turn
@@ -109,7 +118,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
         )
         acc, m, norm, *p = carry
         if cfg.fused:
-            acc = work.weigh(acc, p[0], work.blocks - 1)
+            acc, norm = work.weigh(acc, p[0], work.blocks - 1), norm.sum(axis=1)
 
         def write() -> None:
             _write(cfg, refs, wg, (tile.row, tile.end, tile.head), acc, m, norm)

@@ -67,7 +67,7 @@ def load(cfg: Config, refs: Refs) -> None:
 
         def one_block(j: Any, ids: Any) -> Any:
             ahead = page_numbers(tile, jnp.minimum(j + 1, blocks - 1))
-            slot = lax.rem(done + j, stages)
+            slot = cfg.slot(done + j)
 
             @pl.when(done + j >= stages)
             def _() -> None:

@@ -32,7 +32,7 @@ class Products(NamedTuple):
     done: Any
 
     def slot(self, j: Any) -> Any:
-        return lax.rem(self.done + j, i32(self.cfg.tuning.stages))
+        return self.cfg.slot(self.done + j)
 
     def keys(self, j: Any) -> Any:
         plgpu.barrier_wait(self.refs.k_full.at[self.slot(j)])
