@@ -107,7 +107,7 @@ class GaussianScorer(Scorer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV:
-    """SnapKV: attention that the chunk's last queries pay to each candidate (METHODS.md).
+    """SnapKV: attention that the chunk's last queries pay to each candidate.
 
     Order of the reductions, which changes the kept set: probability of every (query, query head), mean over
     the window, mean over the G query heads of a KV head, then 1-D max-pool over positions. The probability is

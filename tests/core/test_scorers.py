@@ -1,6 +1,6 @@
 """Each scorer against a plain float64 NumPy implementation, with padding, tails, GQA, and its invariants.
 
-The references loop over heads, queries and candidates, as METHODS.md words the formulas.
+The references loop over heads, queries and candidates, as the scorers' docstrings word the formulas.
 """
 
 import dataclasses
