@@ -107,10 +107,3 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def apply_rope(
-    x: Float[Array, "*B T H D"], positions: Int[Array, " T"], config: ModelConfig, *, sliding: bool = False
-) -> Float[Array, "*B T H D"]:
-    """Queries or keys `x` [..., T, H, D] rotated to their true positions i32[T]."""
-    return rotate(x, *rope_tables(positions, config, sliding=sliding))

@@ -6,17 +6,15 @@ The axes of every parameter stand beside its shape in `models.params`; caches na
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from models.config import ModelConfig
-from models.params import Params, ParamSpec, abstract_params, map_specs, param_specs
+from models.params import Params, ParamSpec, map_specs, param_specs
 from pallas_kernels.fp8_products import TILE, Fp8Weights
 
 LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab")
@@ -65,7 +63,6 @@ class AxisRules:
 TENSOR_PARALLEL = AxisRules.of(
     heads="tensor", kv_heads="tensor", mlp="tensor", experts="tensor", vocab="tensor"
 )
-REPLICATED = AxisRules()
 
 
 def tensor_mesh(size: int) -> Mesh:
@@ -147,13 +144,6 @@ def share(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
-def shard_params(
-    params: Params, mesh: Mesh, rules: AxisRules = TENSOR_PARALLEL, *, config: ModelConfig
-) -> Params:
-    """The parameters, placed on the mesh as the rules say."""
-    return jax.device_put(params, param_shardings(config, mesh, rules))
-
-
 def pad_heads(
     params: Params, config: ModelConfig, num_heads: int, num_kv_heads: int
 ) -> tuple[Params, ModelConfig]:
@@ -203,15 +193,3 @@ def pad_heads(
         }
 
     return {**params, "layers": tuple(pad_layer(layer) for layer in params["layers"])}, padded
-
-
-def bytes_per_device(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, rules: AxisRules, dtype: DTypeLike
-) -> int:
-    """Bytes of parameters on each device of the mesh."""
-    sizes = jax.tree.map(
-        lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
-        abstract_params(config, dtype),
-        param_shardings(config, mesh, rules),
-    )
-    return sum(jax.tree.leaves(sizes))

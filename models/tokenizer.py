@@ -93,18 +93,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
-        return list(self._encode(text, add_special_tokens).ids)
-
-    def encode_with_offsets(
-        self, text: str, add_special_tokens: bool = True
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids and the range of characters that each covers."""
-        encoding = self._encode(text, add_special_tokens)
-        return list(encoding.ids), list(encoding.offsets)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> Any:
         # As a batch of one: other threads run meanwhile, which `encode` keeps waiting for a second a megabyte.
-        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -134,10 +124,6 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
-
-    def token_text(self, token_id: int) -> str:
-        """The token as text, for logprobs; incomplete UTF-8 shows as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any

@@ -25,10 +25,6 @@ class Limits:
     host_bytes: int = 0  # of host memory, for stored rows that must leave the pool
 
     @property
-    def max_chunk_beside_decode(self) -> int:
-        return self.chunks_beside_decode[-1]
-
-    @property
     def decode_beside_packed(self) -> int:
         """Sequences that decode beside packed chunks at most; see `Buckets.packed_slots`."""
         return self.max_running + 1 - self.packed_places

@@ -228,13 +228,6 @@ def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_row(state: SamplerState, src: Array, dst: Array, key: Array) -> SamplerState:
-    """Make row `dst` a copy of `src` with another seed, `key` u32[2] of `seed_key`: another choice of one prompt."""
-    copied = jax.tree.map(lambda x: x.at[dst].set(x[src], mode="drop"), state)
-    return replace(copied, keys=copied.keys.at[dst].set(key, mode="drop"))
-
-
-@partial(jax.jit, donate_argnums=0)
 def mark_prompt(state: SamplerState, row: Array, tokens: Array, count: Array) -> SamplerState:
     """Note that the first `count` of `tokens` i32[T] are in the prompt of `row`. Call it chunk by chunk.
 

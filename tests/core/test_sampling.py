@@ -15,7 +15,6 @@ from tangram_jax.sampling import (
     FULL,
     GREEDY,
     Variant,
-    copy_row,
     init_sampler,
     last_tokens,
     mark_output,
@@ -244,7 +243,6 @@ def test_padding_rows_change_nothing():
     after = jax.tree.map(np.asarray, state)
     state = set_row(state, 4, row_params(seed=3))
     state = mark_prompt(state, 17, np.arange(5), 5)
-    state = copy_row(state, 1, 4, seed_key(0))
     for old, new in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(old, new)
 
@@ -257,20 +255,6 @@ def test_set_row_forgets_the_request_before():
     fresh = rows_of({"seed": 0, "temperature": 0})
     for old, new in zip(jax.tree.leaves(fresh), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(old, new)
-
-
-def test_copied_row_is_another_choice_of_the_same_prompt():
-    logits = jnp.asarray(gaussian(9, V))
-    params = {"temperature": 1.0, "repetition_penalty": 3.0, "seed": 5}
-    prompt = np.argsort(-np.asarray(logits))[:50].astype(np.int32)
-    state = mark_prompt(rows_of(params, rows=3), 0, prompt, 50)
-    state = copy_row(state, 0, 2, seed_key(6))
-    tokens, _ = roll(state, jnp.broadcast_to(logits, (2, V)), jnp.array([0, 2]), 20)
-
-    alone = mark_prompt(rows_of(params | {"seed": 6}), 0, prompt, 50)
-    wanted, _ = roll(alone, logits[None], jnp.arange(1), 20)
-    np.testing.assert_array_equal(tokens[:, 1], wanted[:, 0])
-    assert tokens[:, 0].tolist() != tokens[:, 1].tolist()
 
 
 def test_a_preempted_request_goes_on_as_if_nothing_happened():

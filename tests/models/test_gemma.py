@@ -16,7 +16,7 @@ from models.params import init_params
 from models.registry import load_model
 from models.rope import rope_frequencies, rope_tables
 from models.rope_scaling import RopeScaling
-from models.sharding import REPLICATED, TENSOR_PARALLEL, pad_heads, param_shardings, tensor_mesh
+from models.sharding import TENSOR_PARALLEL, AxisRules, pad_heads, param_shardings, tensor_mesh
 from models.testing import random_params, reference_decode, tiny_gemma_config, tiny_tokenizer
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
@@ -199,7 +199,7 @@ def test_padded_heads_give_the_same_logits(gemma):
 
 def test_shardings_cover_every_leaf(gemma):
     _, config, params, _ = gemma
-    for rules in (TENSOR_PARALLEL, REPLICATED):
+    for rules in (TENSOR_PARALLEL, AxisRules()):
         shardings = param_shardings(config, tensor_mesh(1), rules)
         assert jax.tree.structure(shardings) == jax.tree.structure(params)
 

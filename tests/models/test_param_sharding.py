@@ -1,5 +1,7 @@
 """Logical axes, and heads padded with zeros so that a mesh divides them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from models.attention import dense_attend
 from models.fp8_weights import with_fp8_weights
 from models.gpt_oss import gpt_oss_fields
-from models.params import map_specs, num_parameters, param_specs
+from models.params import abstract_params, map_specs, num_parameters, param_specs
 from models.sharding import (
     LOGICAL_AXES,
-    REPLICATED,
     TENSOR_PARALLEL,
     AxisRules,
-    bytes_per_device,
     pad_heads,
     param_shardings,
-    shard_params,
     tensor_mesh,
 )
 from models.testing import random_params, tiny_config, tiny_gpt_oss_config
@@ -68,7 +67,7 @@ def test_one_error_for_all_axes_that_do_not_divide():
     explicit = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match="expected Auto"):
         param_shardings(tiny_config(), explicit, TENSOR_PARALLEL)
-    shardings = param_shardings(config, mesh, REPLICATED)
+    shardings = param_shardings(config, mesh, AxisRules())
     assert all(s.spec == PartitionSpec() for s in jax.tree.leaves(shardings))
 
 
@@ -82,13 +81,14 @@ def test_a_share_of_weights_in_fp8_is_whole_tiles():
     assert specs == FP8_SPECS
 
 
-def test_bytes_per_device():
+def test_a_device_has_its_part_of_all_but_the_norms():
     config = tiny_config()
-    whole = 4 * num_parameters(config)
-    assert bytes_per_device(config, abstract_mesh(4, "tensor"), REPLICATED, np.float32) == whole
-    norms = (2 * config.num_layers + 1) * config.hidden_size * 4
-    split = bytes_per_device(config, abstract_mesh(4, "tensor"), TENSOR_PARALLEL, np.float32)
-    assert split == (whole - norms) // 4 + norms
+    shardings = param_shardings(config, abstract_mesh(4, "tensor"))
+    shares = jax.tree.map(
+        lambda x, s: math.prod(s.shard_shape(x.shape)), abstract_params(config, np.float32), shardings
+    )
+    whole, norms = num_parameters(config), (2 * config.num_layers + 1) * config.hidden_size
+    assert sum(jax.tree.leaves(shares)) == (whole - norms) // 4 + norms
 
 
 def test_padding_nine_over_three_to_twenty_four_over_eight():
@@ -129,7 +129,7 @@ def check_sharded_logits() -> None:
     expected = np.asarray(logits_of(params, config))
     padded, padded_config = pad_heads(params, config, 24, 8)
     for size in (2, 4, 8):
-        sharded = shard_params(padded, tensor_mesh(size), TENSOR_PARALLEL, config=padded_config)
+        sharded = jax.device_put(padded, param_shardings(padded_config, tensor_mesh(size)))
         qkv = sharded["layers"][0]["qkv"]
         assert qkv.sharding.shard_shape(qkv.shape) == (64, 8 // size, 5, 16)
         layer = sharded["layers"][1]

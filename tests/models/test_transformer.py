@@ -12,7 +12,7 @@ from jaxtyping import TypeCheckError, jaxtyped
 from models.attention import QUERY_BLOCK, causal_attention, dense_attend, masked_attention
 from models.config import ModelConfig, RopeScaling
 from models.params import abstract_params, num_parameters
-from models.rope import apply_rope, rope_frequencies
+from models.rope import rope_frequencies, rope_tables, rotate
 from models.testing import random_params, reference_decode, tiny_config
 from models.transformer import forward
 from pallas_kernels.norms import rms_norm
@@ -132,7 +132,7 @@ def test_random_logits_depend_on_every_position():
 def test_rope_is_a_rotation_by_position():
     x = jax.random.normal(jax.random.key(0), (2, 7, 3, 16))
     positions = jnp.asarray([0, 1, 2, 100, 1000, 5000, 8191], jnp.int32)
-    rotated = apply_rope(x, positions, CONFIG)
+    rotated = rotate(x, *rope_tables(positions, CONFIG))
     np.testing.assert_allclose(rotated[:, 0], x[:, 0], atol=1e-6)
     angle = 100 * 10000 ** (-2 * 3 / 16)  # pair 3 is (x[3], x[3 + 8])
     expected = x[..., 3, :, 3] * np.cos(angle) - x[..., 3, :, 11] * np.sin(angle)
@@ -197,4 +197,4 @@ def test_shapes_and_dtypes_are_as_annotated():
     check_attention(q, k, k, jnp.ones((6, 9), bool))
     with pytest.raises(TypeCheckError, match="mask"):
         check_attention(q, k, k, jnp.ones((9, 6), bool))
-    checked(apply_rope)(q, tokens, CONFIG)
+    checked(rotate)(q, *rope_tables(tokens, CONFIG))

@@ -206,7 +206,7 @@ class FakeDevice:
         sequences: list[Sequence | None] = []
         rows: list[int] = []
         limits = self.limits
-        most = limits.max_chunk_beside_decode if work.decode else limits.max_chunk
+        most = limits.chunks_beside_decode[-1] if work.decode else limits.max_chunk
         if len(work.chunks) > 1:
             most = limits.packed_chunks[-1]
             assert len(work.chunks) <= limits.packed_places
