@@ -68,11 +68,9 @@ def cold_times(run: Callable[..., Any], args: tuple[Any, ...], name: str) -> tup
     return float(np.median(times)), float(np.min(times))
 
 
-def cold_kernel_us(
-    call: Callable[..., Any], args: tuple[Any, ...], name: str, calls: int = 12
-) -> tuple[float, float]:
+def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str) -> tuple[float, float]:
     """Median and least time of the kernel whose name contains `name`, with a cold L2; see `cold_calls`."""
-    return cold_times(cold_calls(call, calls), args, name)
+    return cold_times(cold_calls(call), args, name)
 
 
 def kernels_of(run: Callable[..., Any], args: tuple[Any, ...], calls: int = 1) -> dict[str, list[float]]:

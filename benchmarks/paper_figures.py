@@ -125,7 +125,7 @@ class Step:
         return rd.ragged_decode(q, pool, plan, scale=self.shape.head_dim**-0.5, **self.options)[0]
 
 
-def make_step(model: str, batch: int = BATCH, context: int = CONTEXT) -> Step:
+def make_step(model: str) -> Step:
     """Random budgets, pages in random order, one head per page."""
     shape, layers = SHAPES[model], MODELS[model]
     heads = shape.num_kv_heads
@@ -133,16 +133,16 @@ def make_step(model: str, batch: int = BATCH, context: int = CONTEXT) -> Step:
     budgets = capped(rng.lognormal(0.0, SIGMA, size=(layers.count, heads)), RETENTION)
     for layer in range(layers.count):
         if not layers.is_full(layer):
-            budgets[layer] = min(1.0, layers.window / context)
-    kept = np.ceil(budgets.reshape(-1) * context - 1e-6).astype(np.int32)
+            budgets[layer] = min(1.0, layers.window / CONTEXT)
+    kept = np.ceil(budgets.reshape(-1) * CONTEXT - 1e-6).astype(np.int32)
     pages = -(-kept // PAGE)
     first = np.concatenate([[0], np.cumsum(pages)[:-1]]).astype(np.int32)
-    num_pages = batch * int(pages.sum())
-    table = rng.permutation(num_pages).astype(np.int32).reshape(batch, -1)
+    num_pages = BATCH * int(pages.sum())
+    table = rng.permutation(num_pages).astype(np.int32).reshape(BATCH, -1)
     pool = random_pool(pool_shape(num_pages, PAGE, shape.head_dim, False))
-    q = jax.random.normal(jax.random.PRNGKey(1), (batch, heads, shape.group, shape.head_dim), jnp.bfloat16)
+    q = jax.random.normal(jax.random.PRNGKey(1), (BATCH, heads, shape.group, shape.head_dim), jnp.bfloat16)
     options = {"sinks": jnp.ones((heads, shape.group))} if shape.sinks else {}
-    return Step(shape, layers.count, budgets, np.tile(kept, (batch, 1)), first, table, pool, q, options)
+    return Step(shape, layers.count, budgets, np.tile(kept, (BATCH, 1)), first, table, pool, q, options)
 
 
 def kernels_ms(run: Callable[[], Any], name: str = "", calls: int = 3) -> float:

@@ -19,7 +19,7 @@ ORDER: tuple[Cluster, ...] = ("adjacent", "layer", "model")  # from the baseline
 
 
 def write_pictures(
-    profile: BudgetProfile, directory: str | os.PathLike[str], *, heads_per_page: int = 4, page_size: int = 16
+    profile: BudgetProfile, directory: str | os.PathLike[str], *, heads_per_page: int = 4
 ) -> list[Path]:
     """Writes retention.png, budgets.png and groups.png (each under 200 kB or so) and returns their paths."""
     directory = Path(directory)
@@ -27,7 +27,7 @@ def write_pictures(
     figures = {
         "retention.png": retention_figure(profile),
         "budgets.png": budgets_figure(profile),
-        "groups.png": groups_figure(profile, heads_per_page, page_size),
+        "groups.png": groups_figure(profile, heads_per_page),
     }
     paths = []
     for name, figure in figures.items():
@@ -87,12 +87,12 @@ def budgets_figure(profile: BudgetProfile) -> Figure:
     return figure
 
 
-def groups_figure(profile: BudgetProfile, heads_per_page: int, page_size: int) -> Figure:
+def groups_figure(profile: BudgetProfile, heads_per_page: int) -> Figure:
     """Head groups of the three ways of clustering: bars are budgets, outlines what the group keeps for all."""
     figure = Figure(figsize=(_width(profile.budgets.size), 7.2), layout="constrained")
     rows = figure.subplots(len(ORDER), 1, sharey=True)
     for axes, cluster in zip(rows, ORDER, strict=True):
-        plan = CachePlan.build(profile, heads_per_page, page_size, cluster)
+        plan = CachePlan.build(profile, heads_per_page, cluster=cluster)
         _draw_groups(axes, plan, profile)
     rows[-1].set_xlabel("columns of the page groups, in group order (a gap is an empty column)")
     figure.suptitle(f"{_title(profile)}: head groups, {heads_per_page} heads a page", fontsize=10)

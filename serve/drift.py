@@ -99,7 +99,6 @@ class DriftMonitor:
         recipe: Recipe,
         *,
         interval: float,
-        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`interval`: seconds between two measurements at least. `plan.scaled` is the profile as calibrated."""
@@ -124,7 +123,7 @@ class DriftMonitor:
             self._calibration = heldout_overflow(profile.ratios, profile.alpha, plan.group_of)
         self._comparable: deque[np.ndarray] = deque(maxlen=WINDOW)  # f64[L, K] at calibration's retention
         self._served: deque[np.ndarray] = deque(maxlen=WINDOW)  # at that of service
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._waiting: queue.Queue[np.ndarray | None] = queue.Queue(maxsize=1)
         self._due = -float("inf")
         self._params: Any = None

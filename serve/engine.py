@@ -24,6 +24,7 @@ from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
+MOST_REQUESTS = 4096  # that run or wait
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
 GAUGE_SECONDS = 0.2  # between two looks at all rows for the gauges that need them; at once when idle
 
@@ -47,11 +48,8 @@ class Engine:
     `on_failure` is called, from the engine's thread, once all requests have got their error.
     """
 
-    def __init__(
-        self, runner: Runner, limits: Limits, *, num_pages: int, max_waiting: int = 4096, seed: int = 0
-    ) -> None:
+    def __init__(self, runner: Runner, limits: Limits, *, num_pages: int, seed: int = 0) -> None:
         self._runner, self._limits, self._num_pages = runner, limits, num_pages
-        self._max_waiting = max_waiting
         self._random = random.Random(seed)
         self._scheduler = Scheduler(runner.plan, limits, num_pages, runner)
         self._commands: deque[Callable[[], None]] = deque()
@@ -91,8 +89,8 @@ class Engine:
 
     def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         """See EngineProtocol."""
-        if len(self._sequences) >= self._max_waiting:
-            raise EngineUnavailable(f"{self._max_waiting} requests are queued already: try again later")
+        if len(self._sequences) >= MOST_REQUESTS:
+            raise EngineUnavailable(f"{MOST_REQUESTS} requests are queued already: try again later")
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens, request.retention)
         try:
             self._runner.check_sampling(request.sampling)

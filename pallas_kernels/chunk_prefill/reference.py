@@ -17,18 +17,16 @@ def chunk_prefill_reference(
     *,
     scale: float,
     soft_cap: float | None = None,
-    max_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.chunk_prefill.chunk_prefill`; float32 arithmetic, [B, K, T, G, S] scores in memory.
 
-    `max_length` bounds the entries of one head (by default what the table could hold). Rows of no request give 0 and -inf.
+    Rows of no request give 0 and -inf.
     """
     tokens = q.shape[0]
     page = byte_pages.page_size(pool)
     length, offset, column = (plan.of_layer("heads")[..., c] for c in range(3))
     batch, heads = length.shape
-    entries = plan.table.size // batch * page if max_length is None else max_length
-    num_pages = -(-entries // page)
+    num_pages = plan.table.size // batch  # what one head may hold at most
     at = jnp.arange(num_pages)
     pages = plan.table[jnp.minimum(offset[..., None] + at, plan.table.size - 1)]  # [B, K, pages]
     pages = jnp.where(at < -(-length[..., None] // page), pages, 0)

@@ -19,12 +19,8 @@ def ragged_decode_reference(
     has_new: bool = False,
     tokens: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
-    max_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.ragged_decode.ragged_decode`; float32 arithmetic.
-
-    `max_length` bounds the entries of one head (by default what a row of the table could hold).
-    """
+    """See `pallas_kernels.ragged_decode.ragged_decode`; float32 arithmetic."""
     out_dtype = q.dtype if out_dtype is None else out_dtype
     q = by_request(q, tokens)
     batch, kv_heads, _, held, head_dim = q.shape
@@ -34,8 +30,7 @@ def ragged_decode_reference(
     heads = plan.of_layer("heads").reshape(batch, kv_heads, -1)
     length, offset, column = heads[..., HEAD_LENGTH], heads[..., HEAD_OFFSET], heads[..., HEAD_COLUMN]
     flat = plan.table.reshape(-1)
-    entries = plan.table.shape[-1] * page if max_length is None else max_length
-    num_pages = -(-entries // page)
+    num_pages = plan.table.shape[-1]  # what one head may hold at most
     at = jnp.arange(num_pages)
     pages = jnp.take(flat, jnp.minimum(offset[..., None] + at, flat.size - 1))  # [B, K, pages]
     pages = jnp.where(at < -(-length[..., None] // page), pages, 0)
