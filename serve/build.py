@@ -1,13 +1,12 @@
-"""From a checked configuration to an engine: model, profile, plan, buckets, and how many pages the memory holds."""
+"""From a checked configuration to an engine: model, profile, plan, pool and buckets."""
 
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +15,28 @@ from models.config import ModelConfig
 from models.registry import LoadedModel, load_model
 from models.sharding import tensor_mesh
 from models.tokenizer import ChatTemplateError
-from pallas_kernels import byte_pages, ragged_decode
+from pallas_kernels import ragged_decode
 from serve.args import ON_CPU, ON_GPU, ConfigError, ServeConfig
 from serve.buckets import Buckets, make_buckets
-from serve.drift import DriftMonitor, Recipe, measuring_bytes
+from serve.drift import DriftMonitor, Recipe
 from serve.engine import Engine
 from serve.errors import APIError
 from serve.limits import Limits
+from serve.pool_size import cache_dtype, pool_bytes, shorter_request
 from serve.profiles import check_provenance, choose_profile
 from serve.protocol import CompletionRequest
 from serve.runner import Runner
 from serve.speculation import Speculation
-from serve.transfers import allow_pinned, under_way_bytes
+from serve.transfers import allow_pinned
 from serve.watched import WatchedEngine
 from tangram_jax.cache import row_layout
-from tangram_jax.plan import MAX_TOKENS, CachePlan, Cluster, default_heads_per_page
+from tangram_jax.plan import MAX_TOKENS, CachePlan, default_heads_per_page
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 from tangram_jax.sharding import TensorParallel
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
-CPU_POOL_SHARE, CPU_POOL_MOST = 0.25, 2 << 30  # of the free memory; bytes
-GPU_RESERVE = 2 << 30  # bytes for everything beside weights, pool and what a chunk's tokens need
 
 log = logging.getLogger("tangram.engine")
 
@@ -115,18 +113,6 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
 
-def cache_dtype(config: ServeConfig, dtype: Any) -> Any:
-    """The pool's, for a model of `dtype`. Raises ConfigError for another float than that."""
-    asked = config.kv_cache_dtype
-    if asked == "int8":
-        return byte_pages.DTYPE
-    if asked not in ("auto", jnp.dtype(dtype).name):
-        raise ConfigError(
-            f"--kv-cache-dtype {asked} for a model in {jnp.dtype(dtype).name}: write auto, int8, or --dtype {asked} as well"
-        )
-    return dtype
-
-
 def build_engine(
     config: ServeConfig,
     model: LoadedModel,
@@ -146,80 +132,31 @@ def build_engine(
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)
     devices = config.tensor_parallel_size
-    heads_per_page = config.heads_per_page or default_heads_per_page(shape.num_kv_heads, devices)
-    heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
-    if heads_per_page > heads:
-        raise ConfigError(
-            f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
-            f"to put together with --cluster {config.cluster}, write at most {heads}"
-        )
-    profile = choose_profile(config, shape, model.name)
-    check_provenance(profile, model, config.scorer)
-    kept = config.retention or profile.retention
-    if config.max_retention is not None and config.max_retention < kept:
-        raise ConfigError(
-            f"--max-retention ({config.max_retention:g}) is below what requests keep that ask for nothing ({kept:g}, the "
-            "profile's): write at least that, or a --retention of at most --max-retention"
-        )
-    plan = CachePlan.build(
-        profile
-        if config.retention is None
-        else dataclasses.replace(profile, retention=config.retention).normalized(),
-        heads_per_page=heads_per_page,
-        page_size=batching.page_size,
-        cluster=cast(Cluster, config.cluster),
-        division=config.decode_division,
-        min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
-        sliding=SlidingLayers.of(shape, tail),
-        scaled=profile,
-        max_retention=config.max_retention or kept,
-    )
+    plan = _plan_of(config, model, batching.page_size, tail)
     try:
         parallel = TensorParallel.of(shape, plan, devices) if devices > 1 else None
     except ValueError as error:
         raise ConfigError(f"--tensor-parallel-size {devices}: {error}") from error
-    recipe = Recipe.of(profile, max_model_len) if config.drift_interval else None
+    recipe = Recipe.of(plan.scaled, max_model_len) if config.drift_interval else None
     stored = config.max_stored_sessions if config.prefix_cache else 0
     stores = cache_dtype(config, dtype)
     page_bytes = plan.page_bytes(shape.head_dim, stores) // devices  # these and all others: of one device
-    largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
     if config.num_pages:
         num_pages = config.num_pages
     elif config.kv_cache_bytes:
         num_pages = config.kv_cache_bytes // page_bytes
     else:
-        chunk = _chunk_bytes(
-            parallel.share if parallel else shape,
-            min(batching.max_num_batched_tokens, max_model_len),
-            jnp.dtype(dtype).itemsize,
-        )
-        if recipe:  # a prompt may be measured while a chunk runs
-            chunk += measuring_bytes(shape, recipe.tokens, jnp.dtype(dtype).itemsize)
-        if byte_pages.is_bytes(stores):  # a chunk unpacks one layer's pages after another's: room for two
-            most = shape.num_kv_heads * max(row_layout(plan, max_model_len, tail).capacity)
-            chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page // devices
+        free = pool_bytes(
+            config, model, plan, parallel, recipe,
+            step=batching.max_num_batched_tokens, length=max_model_len, tail=tail, dtype=dtype, on_gpu=on_gpu,
+        )  # fmt: skip
         widest = row_layout(plan, max_model_len, tail).width  # of rows that ask for the most
-        chunk += under_way_bytes(page_bytes * devices, widest, config.host_bytes) // devices
-        on_cpu = _free_on_cpu() // devices
-        free = _free_on_gpu(config.gpu_memory_utilization, model.params, chunk) if on_gpu else on_cpu
         # Never more than all rows can fill.
         num_pages = max(1, min(free // page_bytes, widest * (batching.max_num_seqs + stored)))
-    if num_pages < largest:
-        # Shorter contexts still fit: serve what does, and say so, unless the length was asked for.
-        fits = _longest_that_fits(plan, num_pages, tail, max_model_len)
-        if config.max_model_len is not None or fits < plan.window * 2:
-            size = math.ceil(largest * page_bytes / 2**20)
-            more = f"--num-pages {largest}" if config.num_pages else f"--kv-cache-memory {size}MiB"
-            shorter = f", or --max-model-len {fits}" if fits > 1 else ""
-            raise ConfigError(
-                f"the KV pool has {num_pages} pages, one request of {max_model_len} tokens needs up to {largest}: "
-                f"write {more}, or a lower --retention{shorter}"
-            )
-        log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
-        max_model_len = fits
-        largest = row_layout(plan, max_model_len, tail, plan.group_ppm).width
+    if num_pages < row_layout(plan, max_model_len, tail, plan.group_ppm).width:
+        max_model_len = shorter_request(config, model.name, plan, num_pages, max_model_len, tail, page_bytes)
         if recipe:
-            recipe = Recipe.of(profile, max_model_len)
+            recipe = Recipe.of(plan.scaled, max_model_len)
     drafts = config.speculation.num_speculative_tokens if config.speculation else 0
     if on_gpu:
         _check_drafts(drafts, shape, stores)
@@ -265,29 +202,73 @@ def build_engine(
         engine = WatchedEngine(runner, limits, drift, num_pages=num_pages, seed=config.seed)
     else:
         engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
-    full = max_model_len * plan.group_of.size // (plan.heads_per_page * plan.page_size)
-    full += int(
-        plan.group_pages(max_model_len)[plan.num_groups :].sum()
-    )  # rings are as large whatever is kept
+    summary = _summary(config, model, plan, limits, num_pages, page_bytes)
+    return Built(engine, model, plan, summary, defaults)
+
+
+def _plan_of(config: ServeConfig, model: LoadedModel, page_size: int, tail: int) -> CachePlan:
+    """Groups and budgets of the heads. Raises ConfigError for what the model or its profile cannot do."""
+    shape = model.config
+    heads_per_page = config.heads_per_page or default_heads_per_page(
+        shape.num_kv_heads, config.tensor_parallel_size
+    )
+    heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
+    if heads_per_page > heads:
+        raise ConfigError(
+            f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
+            f"to put together with --cluster {config.cluster}, write at most {heads}"
+        )
+    profile = choose_profile(config, shape, model.name)
+    check_provenance(profile, model, config.scorer)
+    kept = config.retention or profile.retention
+    if config.max_retention is not None and config.max_retention < kept:
+        raise ConfigError(
+            f"--max-retention ({config.max_retention:g}) is below what requests keep that ask for nothing ({kept:g}, the "
+            "profile's): write at least that, or a --retention of at most --max-retention"
+        )
+    return CachePlan.build(
+        profile
+        if config.retention is None
+        else dataclasses.replace(profile, retention=config.retention).normalized(),
+        heads_per_page=heads_per_page,
+        page_size=page_size,
+        cluster=config.cluster,
+        division=config.decode_division,
+        min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
+        sliding=SlidingLayers.of(shape, tail),
+        scaled=profile,
+        max_retention=config.max_retention or kept,
+    )
+
+
+def _summary(
+    config: ServeConfig, model: LoadedModel, plan: CachePlan, limits: Limits, num_pages: int, page_bytes: int
+) -> str:
+    """A line of the log; `page_bytes`: of one device."""
+    shape, length = model.config, limits.max_model_len
+    largest = row_layout(plan, length, limits.max_tail, plan.group_ppm).width
+    full = length * plan.group_of.size // (plan.heads_per_page * plan.page_size)
+    full += int(plan.group_pages(length)[plan.num_groups :].sum())  # rings are as large whatever is kept
     mib = [round(pages * page_bytes / 2**20) for pages in (largest, full, num_pages)]
     windows = (
         f" ({plan.rings.layers} of them with a window of {plan.rings.window} tokens)" if plan.rings else ""
     )
-    each = f" on each of {devices} devices" if parallel else ""
+    devices = config.tensor_parallel_size
+    each = f" on each of {devices} devices" if devices > 1 else ""
     in_fp8 = ", weights in FP8" if shape.weights_fp8 else ""
     in_fp8 += ", activations of long chunks too" if shape.activations_fp8 else ""
-    in_bytes = " of 8-bit keys and values" if byte_pages.is_bytes(stores) else ""
+    in_bytes = " of 8-bit keys and values" if config.kv_cache_dtype == "int8" else ""
     summary = (
         f"{model.name}{in_fp8}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} "
-        f"groups of {plan.heads_per_page}; retention {plan.retention(max_model_len):.2f} at {max_model_len} tokens "
+        f"groups of {plan.heads_per_page}; retention {plan.retention(length):.2f} at {length} tokens "
         f"({mib[0]} of {mib[1]} MiB a request); {num_pages} pages, {mib[2]} MiB{in_bytes}{each}; "
-        f"{batching.max_num_seqs} requests at once, {stored} stored"
+        f"{limits.max_running} requests at once, {limits.max_stored} stored"
     )
     if config.host_bytes:
         summary += f" and more in {config.kv_offloading_size:g} GiB of host memory"
     if limits.drafts:
         summary += f"; {limits.drafts} tokens drafted for each of at most {limits.drafting} requests"
-    return Built(engine, model, plan, summary, defaults)
+    return summary
 
 
 def _check_drafts(drafts: int, model: ModelConfig, stores: Any) -> None:
@@ -308,22 +289,6 @@ def _drafting(speculation: Speculation | None, buckets: Buckets) -> dict[str, An
     return {"drafts": buckets.drafts, "drafting": buckets.draft_slots[-1], "lookup": lookup}
 
 
-def _chunk_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Bytes for a prefill step of so many tokens: their keys and values of all layers twice, and a layer's inner values.
-
-    Read off programs compiled for an H200 (`benchmarks.gpu_program --decode 0 --chunk N --layers L`).
-    """
-    kept = model.num_layers * model.num_kv_heads * model.head_dim
-    return 4 * tokens * itemsize * (kept + model.intermediate_size)
-
-
-def _free_on_gpu(utilization: float, params: Any, chunk: int) -> int:
-    """Bytes for the pool."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    weights = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.itemsize for x in jax.tree.leaves(params))
-    return int(utilization * stats.get("bytes_limit", 0)) - weights - chunk - GPU_RESERVE
-
-
 def check_host_memory(wanted: int) -> None:
     """Raises ConfigError where a machine does not have so many bytes."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -334,18 +299,3 @@ def check_host_memory(wanted: int) -> None:
             f"--kv-offloading-size {wanted / 2**30:g} is more GiB than this machine's memory has ({most / 2**30:.1f}): "
             "write less"
         )
-
-
-def _free_on_cpu() -> int:
-    """Bytes for the pool."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * CPU_POOL_SHARE), CPU_POOL_MOST)
-
-
-def _longest_that_fits(plan: CachePlan, num_pages: int, tail: int, most: int) -> int:
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = row_layout(plan, middle, tail, plan.group_ppm).width <= num_pages
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
