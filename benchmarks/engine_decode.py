@@ -31,6 +31,7 @@ from pallas_kernels import byte_pages
 from serve.args import ServeConfig
 from serve.build import build_engine
 from serve.engine import Engine
+from serve.program_store import keep_compiled
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from tangram_jax import sampling
 
@@ -185,9 +186,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     if args.programs:
-        jax.config.update("jax_compilation_cache_dir", str(Path(args.programs) / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        keep_compiled(Path(args.programs) / "xla")
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")

@@ -30,6 +30,7 @@ from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from models.fp8_weights import with_fp8_weights
 from serve.engine import Engine
 from serve.limits import Limits
+from serve.program_store import keep_compiled
 
 OTHERWISE: dict[str, Callable[[], Any]] = {
     "not split": lambda: mock.patch("serve.limits.WORTH_A_STEP", 1 << 30),
@@ -92,9 +93,7 @@ def main() -> None:
     decode_step.add_fp8(parser)
     args = parser.parse_args()
     if args.programs:
-        jax.config.update("jax_compilation_cache_dir", str(Path(args.programs) / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        keep_compiled(Path(args.programs) / "xla")
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")

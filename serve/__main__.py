@@ -11,7 +11,6 @@ import time
 from functools import partial
 from typing import NoReturn
 
-import jax
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.logging import RichHandler
@@ -22,6 +21,7 @@ from serve.args import ConfigError, ServeConfig
 from serve.build import build
 from serve.engine import Engine
 from serve.flags import parse_args
+from serve.program_store import keep_compiled
 from serve.server import Server, allow_files, bind, make_server, url_of
 
 OUT_OF_MEMORY = (
@@ -115,9 +115,7 @@ def main() -> int:
     )
     for noisy in ("jax", "absl", "orbax", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    keep_compiled(cache_dir() / "xla")
     allow_files()
     try:
         engine, server, listener = start(config, console)

@@ -32,6 +32,13 @@ CUSTOM_CALLS = (
 log = logging.getLogger("tangram.engine")
 
 
+def keep_compiled(directory: Path) -> None:
+    """Let JAX's persistent cache be there, and hold all that XLA compiles from now on, small programs too."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
 class ProgramStore:
     """Programs of one model, plan and scorer on one kind of device."""
 

@@ -106,7 +106,27 @@ class GaussianScorer(Scorer, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV:
+class _PooledWindow:
+    """What SnapKV and KV-Compress have in common: a window of queries, and neighbours that are pooled."""
+
+    window: int = 32
+    pool: int = 7
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _check(self.window >= 1, f"{self.name}: window must be at least 1, found {self.window}")
+        _check(
+            self.pool >= 1 and self.pool % 2 == 1,
+            f"{self.name}: pool must be odd and positive, found {self.pool}",
+        )
+
+    @property
+    def query_rows(self) -> int | None:
+        return self.window
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(_PooledWindow):
     """SnapKV: attention that the chunk's last queries pay to each candidate.
 
     Order of the reductions, which changes the kept set: probability of every (query, query head), mean over
@@ -114,17 +134,8 @@ class SnapKV:
     exp(s - lse), so the softmax runs over everything the query saw, retained history included.
     """
 
-    window: int = 32
-    pool: int = 7
     name: ClassVar[str] = "snapkv"
     power: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        _check_window(self)
-
-    @property
-    def query_rows(self) -> int | None:
-        return self.window
 
     @jax.named_scope("snapkv")
     def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
@@ -140,7 +151,7 @@ class SnapKV:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVCompress:
+class KVCompress(_PooledWindow):
     """KV-Compress: squared attention of the chunk's last queries, summed over them and over G, then max-pooled.
 
     The square tells a head that looks hard at few entries from one that glances at many, which the sum of
@@ -148,17 +159,8 @@ class KVCompress:
     a wide window costs nothing at serving time (see benchmarks/quality.py).
     """
 
-    window: int = 32
-    pool: int = 7
     name: ClassVar[str] = "kv_compress"
     power: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        _check_window(self)
-
-    @property
-    def query_rows(self) -> int | None:
-        return self.window
 
     @jax.named_scope("kv_compress")
     def score(self, x: ScoreInputs) -> Float[Array, "K C"]:
@@ -331,12 +333,6 @@ def get_scorer(name: str, **options: Any) -> Scorer:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _check_window(scorer: SnapKV | KVCompress) -> None:
-    window, pool = scorer.window, scorer.pool
-    _check(window >= 1, f"{scorer.name}: window must be at least 1, found {window}")
-    _check(pool >= 1 and pool % 2 == 1, f"{scorer.name}: pool must be odd and positive, found {pool}")
 
 
 def _split_heads(x: Array, num_kv_heads: int) -> Array:
