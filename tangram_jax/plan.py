@@ -1,7 +1,7 @@
 """From calibrated budgets to a static cache layout: head groups, lengths, pages, and the split map.
 
 Everything here is decided before the first request and never changes: which group and column each head has, and how
-many entries each group holds as a function of the token count alone (invariant 1 of the design).
+many entries each group holds as a function of the token count alone.
 """
 
 import math
@@ -113,28 +113,13 @@ class CachePlan:
         if not 0.0 <= max_retention <= 1.0:
             raise ValueError(f"max_retention is a kept fraction, 0 for none; got {max_retention}")
         budgets = np.asarray(profile.budgets, np.float32)
-        layers, heads = budgets.shape
         scaled = scaled or profile
         if scaled.budgets.shape != budgets.shape:
             raise ValueError(
                 f"the profile has budgets {budgets.shape}, the one to be scaled {scaled.budgets.shape}"
             )
-        group_of = np.empty(layers * heads, np.int32)
-        column_of = np.empty(layers * heads, np.int32)
-        next_group = 0
-        for block in np.arange(layers * heads).reshape((1, -1) if cluster == "model" else (layers, heads)):
-            if cluster == "adjacent":
-                order, skip = block, 0
-            else:
-                keys = scaled.budgets.reshape(-1)[block], budgets.reshape(-1)[block]
-                order = block[np.lexsort(keys)]
-                skip = -len(block) % heads_per_page
-            at = np.arange(len(block)) + skip
-            group_of[order] = next_group + at // heads_per_page
-            column_of[order] = at % heads_per_page
-            next_group += -(-len(block) // heads_per_page)
-        group_budgets = np.zeros(next_group, np.float32)
-        np.maximum.at(group_budgets, group_of, budgets.reshape(-1))
+        group_of, column_of = _clusters(budgets, scaled.budgets, cluster, heads_per_page)
+        group_budgets = _largest(budgets, group_of)
         group_ppm = _parts_per_million(group_budgets)
         plan = cls(
             profile=profile,
@@ -144,14 +129,16 @@ class CachePlan:
             sinks=int(sinks),
             window=int(window),
             min_entries=int(min_entries),
-            group_of=group_of.reshape(layers, heads),
-            column_of=column_of.reshape(layers, heads),
+            group_of=group_of,
+            column_of=column_of,
             group_budgets=group_budgets,
             group_ppm=group_ppm,
             scaled=scaled,
             max_retention=float(max_retention),
             most_ppm=group_ppm,
-            rings=Rings.build(sliding, heads, heads_per_page, page_size, int(window)) if sliding else None,
+            rings=Rings.build(sliding, budgets.shape[1], heads_per_page, page_size, int(window))
+            if sliding
+            else None,
             division=division,
         )
         if not max_retention:
@@ -176,9 +163,7 @@ class CachePlan:
 
     def _budgets_at(self, retention: float) -> np.ndarray:
         heads = replace(self.scaled, retention=retention).normalized().budgets
-        groups = np.zeros(self.num_groups, np.float32)
-        np.maximum.at(groups, self.group_of.reshape(-1), heads.reshape(-1))
-        return _parts_per_million(groups)
+        return _parts_per_million(_largest(heads, self.group_of))
 
     @property
     def num_groups(self) -> int:
@@ -284,6 +269,33 @@ class CachePlan:
     def page_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of one page in a pool of `dtype`."""
         return math.prod(self.page_shape(head_dim, dtype)) * np.dtype(dtype).itemsize
+
+
+def _clusters(
+    budgets: np.ndarray, scaled: np.ndarray, cluster: Cluster, heads_per_page: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Group and column int32[L, K] of each head; see `CachePlan.build`. Equal `budgets` f32[L, K] go by `scaled`."""
+    group_of = np.empty(budgets.size, np.int32)
+    column_of = np.empty(budgets.size, np.int32)
+    next_group = 0
+    for block in np.arange(budgets.size).reshape((1, -1) if cluster == "model" else budgets.shape):
+        if cluster == "adjacent":
+            order, skip = block, 0
+        else:
+            order = block[np.lexsort((scaled.reshape(-1)[block], budgets.reshape(-1)[block]))]
+            skip = -len(block) % heads_per_page
+        at = np.arange(len(block)) + skip
+        group_of[order] = next_group + at // heads_per_page
+        column_of[order] = at % heads_per_page
+        next_group += -(-len(block) // heads_per_page)
+    return group_of.reshape(budgets.shape), column_of.reshape(budgets.shape)
+
+
+def _largest(budgets: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """f32[M]: the largest budget in each group."""
+    groups = np.zeros(group_of.max() + 1, np.float32)
+    np.maximum.at(groups, group_of.reshape(-1), budgets.reshape(-1))
+    return groups
 
 
 def _parts_per_million(budgets: np.ndarray) -> np.ndarray:
