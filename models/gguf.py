@@ -95,8 +95,8 @@ class GGUFFile:
         """Shape [out, in] of one tensor."""
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
 
-    def _config(self) -> ModelConfig:
-        name = name_of(self.path)
+    def _check_supported(self) -> None:
+        """Raises UnsupportedModelError, naming every feature that this package lacks."""
         architecture = self._architecture
         problems = []
         if architecture not in _ARCHITECTURES:
@@ -113,6 +113,11 @@ class GGUFFile:
                 "the architectures llama (Llama, SmolLM2, Mistral without sliding window, Mixtral), qwen2, qwen3, "
                 "qwen3moe, gemma2, gemma3 and gpt-oss"
             )
+
+    def _config(self) -> ModelConfig:
+        name = name_of(self.path)
+        self._check_supported()
+        architecture = self._architecture
         get = functools.partial(self._required, architecture)
         hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
         rotated = self.field(f"{architecture}.rope.dimension_count")
