@@ -47,7 +47,7 @@ SMALL = ModelConfig(
     max_positions=8192,
     rope_theta=100_000.0,
 )
-SHAPES = shapes.SHAPES | {"llama-8b": shapes.LLAMA_8B, "gemma-12b": shapes.GEMMA_3_12B, "small": SMALL}
+SHAPES = shapes.SHAPES | {"small": SMALL}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {"temperature": 1.0},
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--context", type=int, default=8000)

@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--document", type=int, default=30_000, help="tokens")
     parser.add_argument("--question", type=int, default=100, help="tokens")

@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--history", type=int, default=30_000, help="tokens of the first turn's prompt")

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens, on average")

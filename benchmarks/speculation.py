@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="llama-8b", help="of random weights; with --texts a model")
+    parser.add_argument("--shape", default="llama-3.1-8b", help="of random weights; with --texts a model")
     parser.add_argument("--texts", action="store_true", help="prompt lookup on texts, by a real model")
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 4, 16])
