@@ -154,7 +154,7 @@ def build_engine(
         # Never more than all rows can fill.
         num_pages = max(1, min(free // page_bytes, widest * (batching.max_num_seqs + stored)))
     if num_pages < row_layout(plan, max_model_len, tail, plan.group_ppm).width:
-        max_model_len = shorter_request(config, model.name, plan, num_pages, max_model_len, tail, page_bytes)
+        max_model_len = shorter_request(config, plan, num_pages, max_model_len, tail, page_bytes)
         if recipe:
             recipe = Recipe.of(plan.scaled, max_model_len)
     drafts = config.speculation.num_speculative_tokens if config.speculation else 0

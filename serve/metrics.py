@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve.request import DriftStats, EngineProtocol, EngineStats
+from serve.request import DriftStats, EngineProtocol
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -103,8 +103,6 @@ class _EngineCollector(Collector):
         yield self._gauge("engine_ready", "1 after the warm-up, while the engine lives", self._engine.ready)
         if stats.drift:
             yield from self._drift(stats.drift)
-        for name, value in _extra(stats):
-            yield self._gauge(name, "See the engine", value)
         for name, attribute, help_text in _COUNTERS:
             counter = CounterMetricFamily(f"tangram:{name}", help_text, labels=["model_name"])
             counter.add_metric([self._model_name], getattr(stats, attribute))
@@ -132,10 +130,6 @@ class _EngineCollector(Collector):
         gauge = GaugeMetricFamily(f"tangram:{name}", help_text, labels=["model_name"])
         gauge.add_metric([self._model_name], float(value))
         return gauge
-
-
-def _extra(stats: EngineStats) -> list[tuple[str, float]]:
-    return sorted(stats.extra.items())
 
 
 class Metrics:

@@ -70,7 +70,7 @@ def pool_bytes(
 
 
 def shorter_request(
-    config: ServeConfig, name: str, plan: CachePlan, num_pages: int, length: int, tail: int, page_bytes: int
+    config: ServeConfig, plan: CachePlan, num_pages: int, length: int, tail: int, page_bytes: int
 ) -> int:
     """The longest request that so many pages hold, if they do not hold one of `length` tokens: that is served, and said.
 

@@ -39,11 +39,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
     grammar: Grammar | None = None  # what is generated follows it, before ignore_eos and min_tokens
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
@@ -135,7 +130,6 @@ class EngineStats:
     retention_target: float | None = None
     retention_reached: float | None = None  # entries held / entries of full KV, over the tokens held now
     drift: DriftStats | None = None  # None: not asked for
-    extra: dict[str, float] = field(default_factory=dict)  # further gauges, by name without prefix
 
 
 class RequestRejected(ValueError):

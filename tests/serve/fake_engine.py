@@ -90,7 +90,6 @@ class FakeEngine:
             host_bytes=5,
             restored_tokens_total=6,
             retention_reached=0.5,
-            extra={"fake_gauge": 2.0},
         )
 
     def _run(self) -> None:

@@ -195,7 +195,6 @@ def test_metrics(served):
     assert metric(served, "tangram:compilations_after_warmup") == 0
     assert metric(served, "tangram:retention_reached") == 0.5
     assert metric(served, "tangram:retention_target") is None
-    assert metric(served, "tangram:fake_gauge") == 2
     assert metric(served, "tangram:engine_ready") == 1
     served.http.get("/" + "y" * 50)
     assert metric(served, "tangram:http_responses_total", route="other", status="404") >= 1
