@@ -104,3 +104,21 @@ def test_what_the_docs_say_of_own_scorers_and_of_compression_while_decoding():
         cache = names["cache"]
         assert (int(cache.tokens[0]), int(cache.tail[0]), names["tokens"]) == (after, 0, after)
         assert cache.num_pages - int(cache.num_free) == plan.pages(after, max_tail)
+
+
+def test_the_steps_of_the_readme_run(tmp_path, monkeypatch):
+    *_, steps = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5).save("profile.npz")
+    prompt = np.array(prompts()[0])
+    names: dict = {"params": PARAMS, "config": CONFIG, "row": 0, "rows": np.array([0])}
+    names |= {
+        "tokens": prompt,
+        "count": 11,
+        "prompt_length": 11,
+        "tail_length": 4,
+        "next_tokens": np.array([9]),
+    }
+    exec(steps, names)
+    assert names["logits"].shape == (1, CONFIG.vocab_size)
+    assert (names["cache"].tokens[0], names["cache"].tail[0]) == (11, 1)
