@@ -63,36 +63,34 @@ def causal_attention(
     v: Float[Array, "S K D"],
     q_positions: Int[Array, " T"],
     k_positions: Int[Array, " S"],
-    q_segments: Int[Array, " T"],
-    k_segments: Int[Array, " S"],
     scale: float | None = None,
     window: int | None = None,
     sinks: Float[Array, "K G"] | None = None,
     cap: float | None = None,
 ) -> Float[Array, "T N D"]:
-    """Each query sees the entries of its own segment at its position or before, in blocks of `QUERY_BLOCK`.
+    """Each query sees the entries at its position or before, in blocks of `QUERY_BLOCK`.
 
     With a `window` only those of the last so many positions, its own included. `scale`, `sinks` and `cap` as in
     `masked_attention`.
     """
     T = q.shape[0]
 
-    def block(args: tuple[Array, Array, Array]) -> Array:
-        q_block, positions, segments = args
-        mask = (k_positions <= positions[:, None]) & (k_segments == segments[:, None])
+    def block(args: tuple[Array, Array]) -> Array:
+        q_block, positions = args
+        mask = k_positions <= positions[:, None]
         if window is not None:
             mask &= k_positions > positions[:, None] - window
         return masked_attention(q_block, k, v, mask, scale, sinks, cap)
 
     if T <= QUERY_BLOCK:
-        return block((q, q_positions, q_segments))
+        return block((q, q_positions))
     padding = -T % QUERY_BLOCK
 
     def blocks(x: Array) -> Array:
         padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, QUERY_BLOCK, *x.shape[1:])
 
-    out = jax.lax.map(block, (blocks(q), blocks(q_positions), blocks(q_segments)))
+    out = jax.lax.map(block, (blocks(q), blocks(q_positions)))
     return out.reshape(T + padding, *q.shape[1:])[:T]
 
 
@@ -104,29 +102,18 @@ def _of_layer(config: ModelConfig | None, layer: int) -> dict[str, Any]:
     return {"scale": config.query_scale, "window": window, "cap": config.attention_soft_cap}
 
 
-def dense_attend(
-    positions: Int[Array, " T"],
-    segments: Int[Array, " T"] | None = None,
-    *,
-    config: ModelConfig | None = None,
-) -> Attend:
+def dense_attend(positions: Int[Array, " T"], *, config: ModelConfig | None = None) -> Attend:
     """Causal attention among the T tokens of the call; the state passes through unchanged.
 
     Args:
       positions: true positions i32[T]; a token sees those at its position or before.
-      segments: i32[T], tokens of different segments (sequences packed in one call) do not see each other.
-        None: one sequence.
       config: needed for a model with sliding layers, or a scale or soft cap of its own.
     """
-    segment_ids = jnp.zeros_like(positions) if segments is None else segments
 
     def attend(
         state: Any, layer: int, q: Array, k: Array, v: Array, sinks: Array | None = None
     ) -> tuple[Array, Any]:
-        of_layer = _of_layer(config, layer)
-        out = causal_attention(
-            q, k, v, positions, positions, segment_ids, segment_ids, sinks=sinks, **of_layer
-        )
+        out = causal_attention(q, k, v, positions, positions, sinks=sinks, **_of_layer(config, layer))
         return out, state
 
     return attend
@@ -157,11 +144,8 @@ def cached_attend(positions: Int[Array, " T"], *, config: ModelConfig | None = N
         keys = keys.at[positions].set(k.astype(keys.dtype), mode="drop")
         values = values.at[positions].set(v.astype(values.dtype), mode="drop")
         entry_positions = jnp.arange(keys.shape[0], dtype=positions.dtype)
-        zeros_t, zeros_s = jnp.zeros_like(positions), jnp.zeros_like(entry_positions)
         of_layer = _of_layer(config, layer)
-        out = causal_attention(
-            q, keys, values, positions, entry_positions, zeros_t, zeros_s, sinks=sinks, **of_layer
-        )
+        out = causal_attention(q, keys, values, positions, entry_positions, sinks=sinks, **of_layer)
         return out, (*state[:layer], (keys, values), *state[layer + 1 :])
 
     return attend

@@ -86,10 +86,9 @@ def numpy_attention(q, k, v, visible):
 def test_causal_attention_agrees_with_numpy():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(13, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
-    positions = np.concatenate([np.arange(8), np.arange(5)]).astype(np.int32)
-    segments = np.asarray([0] * 8 + [1] * 5, np.int32)
-    visible = (positions[None] <= positions[:, None]) & (segments[None] == segments[:, None])
-    attend = dense_attend(jnp.asarray(positions), jnp.asarray(segments))
+    positions = rng.permutation(13).astype(np.int32)
+    visible = positions[None] <= positions[:, None]
+    attend = dense_attend(jnp.asarray(positions))
     out, state = attend("state", 0, *map(jnp.asarray, (q, k, v)))
     assert state == "state"
     np.testing.assert_allclose(out, numpy_attention(q, k, v, visible), atol=1e-5)
@@ -99,10 +98,10 @@ def test_long_attention_is_computed_in_blocks():
     rng = np.random.default_rng(1)
     T = 2 * QUERY_BLOCK + 37
     q, k, v = (jnp.asarray(rng.normal(size=(T, heads, 8)), jnp.float32) for heads in (2, 1, 1))
-    positions, zeros = jnp.arange(T, dtype=jnp.int32), jnp.zeros(T, jnp.int32)
-    out = causal_attention(q, k, v, positions, positions, zeros, zeros)
+    positions = jnp.arange(T, dtype=jnp.int32)
+    out = causal_attention(q, k, v, positions, positions)
     rows = jnp.asarray([0, 511, 512, 700, T - 1])
-    some = causal_attention(q[rows], k, v, positions[rows], positions, zeros[rows], zeros)
+    some = causal_attention(q[rows], k, v, positions[rows], positions)
     np.testing.assert_allclose(out[rows], some, atol=1e-5)
 
 
