@@ -4,20 +4,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
+from models.registry import DEFAULT_MODEL, QUANTIZATIONS
+from models.registry import DTYPES as MODEL_DTYPES
 from serve.speculation import Speculation
 from serve.thought_prompt import PARSERS as REASONING_PARSERS
 from serve.tool_formats import PARSERS
+from tangram_jax.plan import CLUSTERS, DIVISIONS, Cluster, Division
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-Cluster = Literal["layer", "model", "adjacent"]
-CLUSTERS = get_args(Cluster)
-Division = Literal["equal", "split_map", "uniform"]
-DIVISIONS = get_args(Division)
 SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "fp8-dynamic")
+DTYPES = ("auto", *MODEL_DTYPES)
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 GENERATION_CONFIGS = ("auto", "vllm")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
