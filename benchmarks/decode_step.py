@@ -209,7 +209,9 @@ def print_profile(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default=LLAMA_8B.name)
     parser.add_argument("--layers", type=int, help="default: all of the shape")
     parser.add_argument("--page-size", type=int, default=64)

@@ -195,7 +195,9 @@ def layer_us(case: Case) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pool-gib", type=float, default=16.0)
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
     parser.add_argument("--chunk", type=int, default=2048)

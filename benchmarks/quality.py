@@ -336,7 +336,9 @@ def save(path: Path, setups: list[Setup], arguments: argparse.Namespace, profile
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     out = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument("--model", default=DEFAULT_MODEL)
     out.add_argument("--profile", type=Path, help="default: the profile shipped for the model")

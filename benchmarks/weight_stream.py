@@ -150,7 +150,9 @@ def layouts(depth: int, columns: int) -> list[Layout]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--slots", type=int, nargs="*", default=[2, 4, 8, 12], help="loads of 16 KB under way"
     )
