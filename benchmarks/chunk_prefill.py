@@ -102,9 +102,8 @@ def make_case(row: Row) -> Case:
     pages = -(-lengths // row.page)
     num_pages = max(int(pages.sum()), row.requests)
     gathered = row.requests * heads * int(pages.max(initial=1))
-    queries = (
-        row.tokens * shape.num_heads * head_dim
-    )  # in float32, of two parts and what they come to, and once more
+    # In float32, of two parts and what they come to, and once more.
+    queries = row.tokens * shape.num_heads * head_dim
     check_memory(((num_pages + gathered) * row.page * head_dim * 4 + queries * 4 * 5) / 1e9 + 1)
     first = (np.cumsum(pages[0]) - pages[0]).astype(np.int32)
     table = np.random.default_rng(1).permutation(num_pages).astype(np.int32).reshape(row.requests, -1)

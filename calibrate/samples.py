@@ -290,9 +290,8 @@ def _book(split: Split, name: str) -> str:
 @functools.cache
 def _module(name: str) -> str:
     path = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
-    path = (
-        path if path.exists() else path.with_suffix("") / "__init__.py"
-    )  # a module in one version, a package in another
+    if not path.exists():  # a module in one version, a package in another
+        path = path.with_suffix("") / "__init__.py"
     return path.read_text(encoding="utf-8")
 
 

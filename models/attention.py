@@ -119,9 +119,8 @@ def dense_attend(positions: Int[Array, " T"], *, config: ModelConfig | None = No
     return attend
 
 
-DenseCache = tuple[
-    tuple[Array, Array], ...
-]  # per layer (keys [S, K, D], values [S, K, D]), entry i at position i
+# Of each layer (keys [S, K, D], values [S, K, D]), entry i at position i.
+DenseCache = tuple[tuple[Array, Array], ...]
 
 
 def init_dense_cache(config: ModelConfig, max_length: int, dtype: DTypeLike = jnp.float32) -> DenseCache:

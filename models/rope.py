@@ -42,9 +42,8 @@ def _scaled(inv_freq: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> 
         return inv_freq / factors
     if scaling.kind != "llama3":
         raise ValueError(f"unknown rope scaling {scaling.kind!r}: expected llama3, yarn, linear or factors")
-    turns = (
-        scaling.original_max_positions * inv_freq / (2 * math.pi)
-    )  # full turns within the pretrained context
+    # Full turns within the pretrained context.
+    turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # 0: slower than `low` turns, divided by the factor; 1: faster than `high` turns, kept as it is
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)

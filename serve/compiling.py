@@ -43,9 +43,8 @@ def compile_all(programs: list[Program], threads: dict[Any, int]) -> Iterator[st
             yield program.name
             future.result()
     finally:
-        for (
-            pool
-        ) in pools.values():  # all of them first, so that none begins anything while another is waited for
+        # All of them first, so that none begins anything while another is waited for.
+        for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in pools.values():
             pool.shutdown()

@@ -15,9 +15,7 @@ class Drafts(NamedTuple):
     """Drafts of the tokens after the next one of each decode slot."""
 
     tokens: np.ndarray  # i32[decode slots, most]
-    counts: (
-        np.ndarray
-    )  # i32[decode slots]: tokens of each slot that are there, the next one counted: at least 1
+    counts: np.ndarray  # i32[decode slots]: tokens of each slot that are there, the next one too: at least 1
 
     @classmethod
     def none(cls, slots: int, most: int) -> "Drafts":

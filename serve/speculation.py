@@ -17,9 +17,8 @@ class Speculation(BaseModel):
     num_speculative_tokens: int = Field(default=3, ge=1, le=31)  # drafted for a sequence at a time
     prompt_lookup_min: int = Field(default=2, ge=1, le=64)  # tokens in a row that must be the same as before
     prompt_lookup_max: int = Field(default=4, ge=1, le=64)
-    disable_by_batch_size: int = Field(
-        default=16, ge=1, le=65536
-    )  # nothing is drafted while more sequences run
+    # Nothing is drafted while more sequences run.
+    disable_by_batch_size: int = Field(default=16, ge=1, le=65536)
 
     @model_validator(mode="after")
     def _check(self) -> "Speculation":

@@ -171,9 +171,8 @@ def write(
         newest = j - adds[:, None] + (after - window - what.positions[0])[:, None]
         best = jnp.take_along_axis(order, jnp.clip(j, 0, slots - 1)[:, None], axis=2)
         source = jnp.where((j < adds[:, None])[:, None], best, jnp.clip(newest, 0, slots - 1)[:, None])
-        source = jnp.where(
-            (j < 0)[:, None], -1, source
-        )  # the first page begins with locked entries: those stay
+        # The first page begins with locked entries: those stay.
+        source = jnp.where((j < 0)[:, None], -1, source)
 
         groups = slice(0, plan.num_groups)
         inside = page < np.asarray(layout.capacity)[groups, None]

@@ -67,9 +67,7 @@ class ChunkPlan(LayeredPlan):
     behind: jax.Array  # i32[B]
     key_starts: jax.Array  # i32[B]
     merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
-    sync: (
-        jax.Array
-    )  # i32[L, tiles, SYNC_COLUMNS], zero between kernels, which count results and readers in it
+    sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: they count results and readers there
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
     block_rows: jax.Array  # i32[stride]: first query row of each block of queries
     page_size: int = dataclasses.field(metadata={"static": True})
@@ -376,9 +374,8 @@ def _places(own: np.ndarray, history: jax.Array) -> jax.Array:
     """i32[blocks * K]: place of each tile by falling work, own[block] + history[head], without a sort."""
     most = int(own.max(initial=0))
     values = np.arange(-1, most + 2)
-    more = jnp.asarray(
-        (own[None] > values[:, None]).sum(1), jnp.int32
-    )  # blocks of a head whose own work is larger
+    # Blocks of a head whose own work is larger.
+    more = jnp.asarray((own[None] > values[:, None]).sum(1), jnp.int32)
     equal = jnp.asarray((own[None] == values[:, None]).sum(1), i32)
     work = own[:, None, None] + history[None, :, None]
     at = jnp.clip(work - history[None, None], -1, most + 1) + 1  # [blocks, K, other heads]

@@ -46,9 +46,8 @@ def chunk_prefill_reference(
     chunk_mask = jnp.asarray(inside[:, :, None] & own[:, None, :] & seen)  # [B, T, keys]
     history_mask = (jnp.arange(num_pages * page) < length[..., None])[:, :, None] & inside[:, None, :, None]
 
-    def logits(
-        keys: jax.Array, mask: jax.Array
-    ) -> jax.Array:  # [B, K, S, D], [B, K, T, S] -> [B, T, K, G, S]
+    def logits(keys: jax.Array, mask: jax.Array) -> jax.Array:
+        """[B, K, S, D], [B, K, T, S] -> [B, T, K, G, S]"""
         x = jnp.einsum("tkgd,bksd->btkgs", q32, keys, precision="highest") * scale
         if soft_cap is not None:
             x = soft_cap * jnp.tanh(x / soft_cap)

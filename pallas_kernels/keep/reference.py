@@ -64,9 +64,8 @@ def window_sums_reference(
     """See `pallas_kernels.keep.window_sums`; float32 arithmetic."""
     kv_heads, capacity = keys.shape[1], tail.shape[3]
     group, column = jnp.asarray(place)[layer].T
-    k = jnp.concatenate([tail[0, group, column], keys.swapaxes(0, 1)], axis=1).astype(
-        jnp.float32
-    )  # [K, C, D]
+    k = jnp.concatenate([tail[0, group, column], keys.swapaxes(0, 1)], axis=1)  # [K, C, D]
+    k = k.astype(jnp.float32)
     rows = jnp.maximum(count - window, 0) + jnp.arange(window)
 
     def by_head(x: jax.Array) -> jax.Array:  # [T, N, ...] -> [K, G, window, ...]

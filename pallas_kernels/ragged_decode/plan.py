@@ -26,9 +26,8 @@ from pallas_kernels.support import num_sms
 # stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
 START, END, FIRST_ITEM, LAST_ITEM = range(4)
 BEGIN, STOP, LENGTH, OFFSET, COLUMN, NUMBER = range(4, 10)  # of the last item
-HAND_TO, FIRST_SHARE = range(
-    10, 12
-)  # the share where the last item ends, the share where the first item begins
+# The share where the last item ends, the share where the first item begins.
+HAND_TO, FIRST_SHARE = range(10, 12)
 EMPTY = 12  # number of items that hold nothing
 SKIP = 13  # of the last item
 FIRST_PAGES, MAX_FIRST_PAGES = 16, 16
@@ -184,9 +183,9 @@ def _pack_items(
 def _describe_shares(borders: jax.Array, items: jax.Array, num_empty: jax.Array) -> jax.Array:
     """i32[L, W, FIRST_PAGES] from i32[L, W + 1] borders."""
 
-    def find(
-        table: jax.Array, value: jax.Array
-    ) -> jax.Array:  # the last interval that begins at or before `value`
+    def find(table: jax.Array, value: jax.Array) -> jax.Array:
+        """The last interval that begins at or before `value`."""
+
         def search(a: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.searchsorted(a, v, side="right", method="compare_all").astype(jnp.int32) - 1
 
