@@ -106,9 +106,8 @@ class _Conversation(RequestModel):
 class MessagesRequest(_Conversation):
     """Body of POST /v1/messages."""
 
-    max_tokens: int = Field(
-        ge=0, lt=2**31
-    )  # 0: the prompt is read, so that the next turns find it, and nothing is said
+    # 0: the prompt is read, so that the next turns find it, and nothing is said.
+    max_tokens: int = Field(ge=0, lt=2**31)
     stop_sequences: list[str] = Field(default_factory=list, max_length=MAX_STOPS)
     temperature: float | None = None
     top_p: float | None = None

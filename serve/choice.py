@@ -62,9 +62,8 @@ class Choice:
         self._marks = reader.marks if reader else {}
         self._skips = skip_special_tokens
         self._delta = Delta()
-        self._unread: list[
-            tuple[TokenLogprob, int]
-        ] = []  # of tokens that are no part yet; lengths of their texts
+        # Of tokens whose text is no part yet, with its length.
+        self._unread: list[tuple[TokenLogprob, int]] = []
         self._content = 0  # characters of content
         self._told = 0  # characters of the text that are no part of a stop string
         self._offset = 0  # characters that came out of the detokenizer, and the echo
@@ -197,10 +196,8 @@ class Choice:
         self._delta.parts += parts
         if not parts or self._sampling.logprobs is None:
             return
-        end, hidden = (
-            len(self._unread),
-            self._offset - self._told,
-        )  # characters that may belong to a stop string
+        end = len(self._unread)
+        hidden = self._offset - self._told  # characters that may belong to a stop string
         while end and 0 < self._unread[end - 1][1] <= hidden:
             end -= 1
             hidden -= self._unread[end][1]
