@@ -74,6 +74,8 @@ def test_what_cannot_be_built():
         build(PROFILE, max_retention=1.5)
     with pytest.raises(ValueError, match=r"the one to be scaled \(1, 2\)"):
         build(PROFILE, scaled=tj.BudgetProfile.uniform(1, 2, 0.5))
+    with pytest.raises(ValueError, match=r"the one to be scaled \(4, 2\)"):  # as many heads, of other layers
+        build(PROFILE, scaled=tj.BudgetProfile.uniform(4, 2, 0.5))
 
 
 def test_rows_of_one_step_are_each_compressed_as_by_a_plan_of_their_own():

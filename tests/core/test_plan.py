@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tangram_jax as tj
-from tangram_jax.plan import MAX_TOKENS, kept_entries
+from tangram_jax.plan import MAX_TOKENS, default_heads_per_page, kept_entries
 
 
 def profile(budgets) -> tj.BudgetProfile:
@@ -24,6 +24,12 @@ def test_ceiling_is_not_off_by_one():
     )
     assert plan.lengths(100).tolist() == [7]
     assert plan.pages(100) == 7
+
+
+def test_budgets_are_the_nearest_parts_per_million():
+    """0.9 in float32 is a little less than 0.9: cut, it would lose an entry of a million."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(1, 1, 0.9), heads_per_page=1)
+    assert plan.group_ppm.tolist() == plan.lengths(MAX_TOKENS).tolist() == [900_000]
 
 
 @given(ppm=st.integers(0, 1_000_000), tokens=st.integers(0, MAX_TOKENS), least=st.integers(0, 300))
@@ -87,6 +93,25 @@ def test_every_head_has_one_place(cluster, shape, heads_per_page):
             assert len(set(members // shape[1])) == 1
 
 
+def test_empty_columns_are_beside_the_smallest_budget():
+    """Elsewhere a small head would share a large one's group, and a large one leave columns of its own empty."""
+    plan = tj.CachePlan.build(profile([[0.5, 0.1, 0.9]]), heads_per_page=2, page_size=1, min_entries=0)
+    assert plan.head_at.tolist() == [[-1, 1], [0, 2]]
+    assert plan.lengths(100).tolist() == [10, 90]
+    assert plan.entries(100) == 10 + 90 + 90  # an empty column holds nothing
+    assert plan.retention(100) == pytest.approx(190 / 300)
+
+
+def test_heads_are_grouped_by_their_budgets_and_only_ties_by_what_is_scaled():
+    """By the latter first, rows under the plan's budgets would hold 50 and 50 of 100 tokens here."""
+    scaled = profile([[0.1, 0.8, 0.7, 0.2]])
+    plan = tj.CachePlan.build(
+        profile([[0.1, 0.1, 0.5, 0.5]]), 2, 1, min_entries=0, scaled=scaled, max_retention=0.5
+    )
+    assert plan.head_at.tolist() == [[0, 1], [3, 2]]
+    assert plan.lengths(100).tolist() == [10, 50]
+
+
 def test_clustering_never_needs_more_pages():
     rng = np.random.default_rng(2)
     for _ in range(20):
@@ -116,6 +141,15 @@ def test_bad_plans_are_refused(change, message):
         tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), **change)
 
 
+@pytest.mark.parametrize(
+    ("heads", "devices", "want"),
+    [(8, 1, 4), (6, 1, 2), (5, 1, 1), (8, 2, 4), (6, 2, 2), (4, 4, 4), (8, 8, 8)],
+)
+def test_pages_hold_as_many_heads_as_divide_evenly(heads, devices, want):
+    """Also among the devices: each has an equal part of every page."""
+    assert default_heads_per_page(heads, devices) == want
+
+
 def test_token_counts_out_of_range_are_refused():
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5))
     for tokens in (-1, MAX_TOKENS + 1):
@@ -132,6 +166,7 @@ SORTED = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
         (SORTED, 108, 4, [30, 78]),
         (SORTED, 132, 4, [37, 95]),
         (SORTED, 132, 2, [11, 26, 40, 55]),
+        (SORTED, 18, 1, [1, 1, 2, 2, 3, 3, 4, 4]),  # shares of 0.5, 1.5, 2.5, 3.5, or a little less in floats
         ([0.8, 0.1, 0.7, 0.2, 0.6, 0.3, 0.5, 0.4], 108, 4, [54, 54]),
         ([0.01] * 4 + [1] * 4, 16, 4, [1, 16]),
         ([0.0] * 8, 132, 4, [1, 1]),
@@ -148,5 +183,6 @@ def test_split_map_worked_examples(budgets, ctas, heads_per_page, want):
 def test_split_map_refuses_what_it_cannot_divide():
     with pytest.raises(ValueError, match="multiple of heads_per_page=4"):
         tj.split_map(np.ones((2, 6)), 132, 4)
-    with pytest.raises(ValueError, match="finite"):
-        tj.split_map(np.full((2, 4), np.nan), 132, 4)
+    for budgets in (np.full((2, 4), np.nan), np.array([[0.5, 0.5, 0.5, -0.5]])):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            tj.split_map(budgets, 132, 4)

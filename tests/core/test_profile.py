@@ -89,6 +89,23 @@ def test_digest_tells_budgets_apart():
     one, other = BudgetProfile.uniform(4, 2, 0.5), BudgetProfile.uniform(2, 4, 0.5)
     assert one.digest != other.digest
     assert one.digest == dataclasses.replace(one, provenance={"note": "x"}).digest
+    assert one != dataclasses.replace(one, alpha=1.0)  # the same plan by another margin
+
+
+def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "p.npz"
+    profile = BudgetProfile.uniform(2, 2, 0.5)
+    profile.save(path)
+
+    def full(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="no space left"):
+        BudgetProfile.uniform(2, 2, 0.7).save(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert BudgetProfile.load(path) == profile
 
 
 def test_arrays_are_read_only():
@@ -106,6 +123,7 @@ def test_arrays_are_read_only():
         (np.zeros((2, 3)), {}, r"\[samples, L, K\], found shape \(2, 3\)"),
         (np.zeros((0, 2, 3)), {}, "non-empty"),
         (np.full((2, 2, 2), 1.5), {}, r"\[0, 1\], found 1.5"),
+        (np.full((2, 2, 2), -0.5), {}, r"\[0, 1\], found -0.5"),
         (np.full((2, 2, 2), np.nan), {}, "8 values that are not finite"),
         (np.full((2, 2, 2), "x"), {}, "must be numbers"),
         (np.zeros((2, 2, 2)), {"retention": 0.0}, r"retention is the kept fraction and must lie in \(0, 1\]"),

@@ -70,6 +70,21 @@ def test_where_too_many_decode_there_is_one_chunk_a_step():
     assert [chunks for chunks in seen if chunks] == [[(4, 4)], [(5, 4)]]
 
 
+def test_a_long_tail_is_given_pages_piece_by_piece():
+    """64 tokens at a time, up to the longest tail; a token for which there is no page yet would be left out by the step."""
+    bench = loop(plan=make_plan(), max_tail=100, max_stored=0)
+    job = bench.add(prompt(8), max_tokens=150, ignore_eos=True)
+    rooms = {}
+    while bench.busy:
+        bench.step()
+        for s in bench.scheduler.running:
+            rooms.setdefault((s.state.compressed, s.room), s.state.tail)
+            assert bench.scheduler.pages.used == bench.scheduler.plan.pages(s.state.compressed, s.room)
+    # The tail is full at 100: the chunk that compresses it brings one more, and 48 are left.
+    assert rooms == {(8, 64): 0, (8, 100): 65, (109, 48): 0}
+    job.check()
+
+
 def test_tails_that_are_full_together_are_compressed_together():
     bench = loop(plan=make_plan(), **PACKED)
     seen = steps_of(bench)
