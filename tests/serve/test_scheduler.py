@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from serve.request import RequestRejected
-from tests.serve.fake_device import VOCAB
+from tests.serve.fake_device import VOCAB, expected
 from tests.serve.loop import Loop, make_limits, make_plan
 
 FULL = make_plan(1.0)  # 4 groups of one head each
@@ -81,6 +81,18 @@ def test_what_can_never_run_is_refused():
     job.check()
 
 
+def test_a_request_is_refused_by_what_its_own_retention_takes():
+    """Counted under the largest budgets that a row may have, it would be refused though it fits."""
+    plan = make_plan(1.0, max_retention=0.9)
+    bench = loop(64, plan)  # 101 tokens: 51 of them and a tail of 12 are 16 pages in each of 4 groups
+    bench.scheduler.check(80, 21, 0.5)
+    with pytest.raises(RequestRejected, match="can take 68 KV pages, the pool has 64"):
+        bench.scheduler.check(84, 21, 0.5)
+    with pytest.raises(RequestRejected, match="can take 104 KV pages, the pool has 64"):
+        bench.scheduler.check(80, 21)
+    bench.run(prompt(80), max_tokens=21, ignore_eos=True, retention=0.5).check()
+
+
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 100, 155])
 @pytest.mark.parametrize("budgets", [1.0, "ragged"])
 def test_a_pool_of_just_what_check_asks_for_suffices(length, budgets):
@@ -124,6 +136,7 @@ def test_preempted_in_order_of_arrival_and_nothing_is_lost():
     assert [jobs[0].outputs[0][-1].finish_reason] == ["length"]
     for job in jobs:
         job.check()
+    assert bench.scheduler.counters["prefix_queries"] == 3 * 20  # of each prompt once
 
 
 def test_the_first_is_never_preempted():
@@ -327,6 +340,22 @@ def test_a_head_that_keeps_nothing_can_be_forked():
     """A group of budget 0 keeps no window, so a fork cannot run its end again: it is prefilled instead."""
     bench = loop(plan=make_plan([[0.0, 0.5], [0.3, 1.0]], min_entries=0))
     bench.run(prompt(40), n=3, max_tokens=6).check()
+
+
+@pytest.mark.parametrize(("smallest", "steps", "forks"), [(0.05, 6, 2), (0.05, 20, 1), (0.0, 6, 1)])
+def test_a_choice_that_comes_late(smallest, steps, forks):
+    """Of a row whose answer is compressed too, or that holds no window, a fork could not run the prompt's end."""
+    plan = make_plan([[smallest, 0.5], [0.3, 1.0]], min_entries=0)
+    bench = loop(plan=plan, max_running=2, max_stored=0)
+    job = bench.add(prompt(40), n=3, max_tokens=40, ignore_eos=True)
+    for _ in range(steps):
+        bench.step()
+    assert (bench.scheduler.running[0].state.compressed > 40) == (steps == 20)
+    bench.abort(job, 1)
+    bench.drain()
+    assert len([call for call in bench.runner.calls if call[0] == "fork"]) == forks
+    for choice in (0, 2):
+        assert job.tokens(choice) == expected(prompt(40), choice, 40, ())
 
 
 def test_an_aborted_choice_and_an_aborted_request_are_stored():

@@ -87,6 +87,15 @@ def test_nothing_is_lost_while_pages_lack():
     long.check()
 
 
+def test_a_prompt_whose_logprobs_are_wanted_runs_whole():
+    """Of what comes from the host there would be none."""
+    bench = loop(plan=PLAN, host_bytes=10_000)
+    bench.run(prompt(40), max_tokens=1)
+    bench.evict_all()
+    job = bench.run(prompt(40), max_tokens=1, prompt_logprobs=0)
+    assert (job.cached, calls(bench, "load"), hosted(bench)) == (0, [], [40])
+
+
 def test_a_prefix_is_brought_back_once_and_stays_on_the_host():
     bench = loop(plan=PLAN, max_stored=4, max_running=4, host_bytes=10_000)
     document = prompt(50)

@@ -83,6 +83,32 @@ def test_other_choices_cost_no_conversation_its_place():
     assert bench.run([*prompt(30, 3), *job.tokens(), *prompt(9)], max_tokens=2).cached > 30
 
 
+def test_a_turn_given_up_early_keeps_the_conversation_its_place():
+    """What ran of it was stored before; lost with the turn, the next one would prefill all of it."""
+    bench = loop(plan=make_plan(), max_stored=2)
+    first = bench.run(prompt(40, 1), max_tokens=5, ignore_eos=True)
+    turn = [*prompt(40, 1), *first.tokens(), *prompt(60, 5)]
+    others = [bench.add(prompt(20, seed), max_tokens=4, ignore_eos=True) for seed in (2, 3)]
+    for _ in range(3):
+        bench.step()
+    job = bench.add(turn, max_tokens=5)  # chunks of 8 while the others decode
+    while not all(other.done for other in others):
+        bench.step()
+    assert bench.scheduler.sessions.full and not job.outputs[0]
+    bench.abort(job)
+    bench.drain()
+    assert bench.run(turn, max_tokens=5).cached > 44
+
+
+def test_other_choices_go_before_conversations():
+    bench = loop(plan=make_plan(), max_stored=3, max_running=4)
+    conversation = bench.run(prompt(40, 1), max_tokens=5, ignore_eos=True)
+    bench.run(prompt(30, 2), n=2, max_tokens=5, ignore_eos=True)
+    bench.run(prompt(20, 3), max_tokens=5, ignore_eos=True)  # costs the second choice its place
+    assert sorted(len(session.tokens) for session in bench.scheduler.sessions) == [24, 34, 44]
+    assert bench.run([*prompt(40, 1), *conversation.tokens(), 9], max_tokens=2).cached == 44
+
+
 def test_a_turn_that_comes_with_the_last_token_of_the_one_before():
     """A step is under way when the end of an answer is seen; the next turn must wait for it, not start anew."""
     bench = loop(plan=make_plan())
