@@ -82,6 +82,21 @@ def test_a_row_at_its_capacity_is_left_out():
     same(cache, kept)
 
 
+@pytest.mark.parametrize(("prompt", "room"), [(40, 8), (32, 0)], ids=["capacity", "pages"])
+def test_a_row_is_left_out_where_one_group_alone_lacks_a_page(prompt, room):
+    """Small groups have a place for the next token, in a page that they own."""
+    ratios = np.array([[[0.1, 0.1, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1]]], np.float32)
+    profile = tj.BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0)
+    plan = tj.CachePlan.build(profile, 2, 8, window=8)  # group 1 keeps all, the others 12 entries
+    cache = tj.init_cache(plan, CONFIG, num_pages=60, max_requests=2, max_tokens=40, max_tail=8)
+    assert cache.layout.capacity == (3, 5, 3, 3)
+    cache = tj.reserve(plan, cache, ROW, np.int32(prompt), np.int32(room))
+    _, cache = prefill(plan, cache, random_tokens(prompt), prompt)
+    kept = jax.tree.map(np.asarray, cache)
+    _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([ROW]), tokens=np.array([9]))
+    same(cache, kept)
+
+
 def test_a_fork_takes_nothing_from_a_row_that_is_not_empty():
     plan = plan_of("1.0", 2, 8)
     cache = with_rows(plan, 0, 1)
@@ -303,6 +318,14 @@ def test_budgets_in_fractions():
 def test_a_cache_of_nothing():
     with pytest.raises(ValueError, match="-1 pages for 2 requests: a cache needs at least one of each"):
         tj.init_cache(plan_of("1.0", 2, 8), CONFIG, num_pages=-1, max_requests=2)
+
+
+def test_a_model_of_more_positions_than_tokens_can_be_counted():
+    longest = CONFIG.replace(max_positions=10_000_000)
+    cache = tj.init_cache(plan_of("0.1", 2, 8), longest, num_pages=1, max_requests=1)
+    assert cache.layout.max_tokens == 1_000_000
+    with pytest.raises(ValueError, match="max_tokens must lie between 1 and 1000000"):
+        tj.init_cache(plan_of("0.1", 2, 8), longest, num_pages=1, max_requests=1, max_tokens=1_000_001)
 
 
 def test_heads_in_groups_of_none():

@@ -261,6 +261,11 @@ def test_a_plan_must_fit_the_model():
     without = tj.CachePlan.build(tj.BudgetProfile.uniform(1, CONFIG.num_kv_heads, 1.0), 2, 8)
     with pytest.raises(ValueError, match=r"sliding=SlidingLayers.of\(model_config\)"):
         tj.init_cache(without, CONFIG, num_pages=10, max_requests=1)
+    shorter = tj.CachePlan.build(
+        tj.BudgetProfile.uniform(1, CONFIG.num_kv_heads, 1.0), 2, 8, sliding=tj.SlidingLayers(2, WINDOW - 1)
+    )
+    with pytest.raises(ValueError, match="do not have the same sliding-window layers"):
+        tj.init_cache(shorter, CONFIG, num_pages=10, max_requests=1)
     with pytest.raises(ValueError, match="rings hold 24"):
         tj.init_cache(plan_of(), CONFIG, num_pages=10, max_requests=1, max_tail=25)
     with pytest.raises(ValueError, match="window is 0"):

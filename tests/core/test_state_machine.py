@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 import tangram_jax as tj
 from models.testing import random_params, tiny_config
+from tangram_jax.offload import set_counts
 
 CONFIG = tiny_config(
     num_layers=3, hidden_size=16, intermediate_size=16, num_heads=4, num_kv_heads=2, head_dim=4
@@ -336,6 +337,26 @@ def run(name, examples, steps, derandomize):
 def test_any_order_of_operations():
     """In bytes, of which more could go wrong."""
     assert run("bytes", 10, 40, derandomize=True) >= 200
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_shared_pages_are_freed_by_the_last_of_their_owners(order):
+    """Of a copy of a copy. What was freed before would be taken by others and written to."""
+    plan, empty, _ = programs("bytes")
+    rows = np.arange(3, dtype=np.int32)
+    cache = tj.reserve(plan, jax.tree.map(jax.numpy.asarray, empty), rows[0], np.int32(60), np.int32(5))
+    cache = set_counts(cache, rows[0], np.int32(60), np.int32(5))
+    for source in (0, 1):
+        cache = tj.fork(plan, cache, rows[source], rows[source + 1])
+    own = plan.pages(60, 5) - plan.shared_pages(60)
+    assert (own, plan.shared_pages(60)) == (12, 25)
+    free = [PAGES - 25 - 3 * own]
+    for index in order:
+        cache = tj.release(plan, cache, rows[index])
+        free.append(int(cache.num_free))
+    assert np.diff(free).tolist() == [own, own, own + 25]
+    assert sorted(np.asarray(cache.free).tolist()) == list(range(PAGES))
+    assert not cache.owners.any()
 
 
 @pytest.mark.slow

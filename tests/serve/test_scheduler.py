@@ -317,6 +317,19 @@ def test_choices_of_a_stored_prompt_sample_from_its_logits_too():
     assert bench.engine._totals["prefilled"] - before <= 8 + 1  # once the window and the last token
 
 
+def test_choices_wait_for_the_pages_of_their_copies():
+    """28 of the first one's 58 pages are shared, the other 30 are not: all that is not locked, and what is reserved."""
+    plan = make_plan()
+    assert (plan.pages(60, 9), plan.shared_pages(60)) == (58, 28)
+    bench = loop(58 + 29, plan=plan, max_stored=0)
+    job = bench.add(prompt(60), n=2, max_tokens=10, ignore_eos=True)
+    bench.step()
+    bench.step()
+    assert len(bench.scheduler.running) == 1
+    bench.drain()
+    job.check()
+
+
 def test_choices_more_than_rows():
     bench = loop(max_running=2, max_stored=1)
     job = bench.run(prompt(30), n=7, max_tokens=6)

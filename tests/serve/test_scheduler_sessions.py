@@ -24,6 +24,15 @@ def test_regenerating_runs_only_the_last_token_again():
     second.check()
 
 
+def test_a_stored_conversation_owns_no_page_that_its_answer_did_not_reach():
+    bench = loop(plan=make_plan(), max_tail=60)
+    stop = expected(prompt(40), 0, 4, ())[-1]
+    bench.run(prompt(40), max_tokens=60, stop_token_ids=(stop,), ignore_eos=True)
+    (session,) = bench.scheduler.sessions
+    assert (session.state.compressed, session.state.tail) == (40, 4)  # a step was under way at the end
+    assert bench.scheduler.pages.used == bench.scheduler.plan.pages(40, 4)
+
+
 def test_a_prompt_whose_answer_was_compressed_can_be_asked_once_more():
     bench = loop(plan=make_plan(), max_tail=12)
     first = bench.run(prompt(40), max_tokens=30, ignore_eos=True)

@@ -36,6 +36,9 @@ def test_reach_back_is_the_window_as_far_as_every_group_holds_it():
     assert [reach(PLAN, n) for n in (0, 1, 5, 8, 9, 1000)] == [0, 1, 5, 8, 8, 8]
     smallest = make_plan(min_entries=0)  # 0.05 keeps 1 of 20, 2 of 40
     assert [reach(smallest, n) for n in (20, 40, 100, 1000)] == [1, 2, 5, 8]
+    own = make_plan(1.0, min_entries=0, max_retention=0.5)  # of a row with a retention of its own
+    state = RowState(0, PageBook(0, own.num_groups).empty(), own.budgets_at(0.05), 40)
+    assert ReachBack(own)(state) == 2
 
 
 TOKENS = list(range(100, 160))  # 50 compressed, a tail of 10
@@ -102,6 +105,16 @@ def test_evicts_by_last_use():
     assert [s.state.row for s in store] == [1, 2, 0]
     evicted = [store.evict() for _ in range(4)]
     assert [s.state.row if s else None for s in evicted] == [1, 2, 0, None]
+
+
+def test_the_prefix_that_goes_is_the_first_from_which_nothing_went_on():
+    store = SessionStore(4)
+    sessions = [stored(store, [i, i], 2, row=i) for i in range(4)]
+    assert store.unused_prefix() is None
+    for session in sessions[1:]:
+        session.is_prefix = True
+    sessions[1].is_used = True
+    assert store.unused_prefix() is sessions[2]
 
 
 def test_pages_are_those_that_nobody_else_owns():
