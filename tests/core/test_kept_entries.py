@@ -11,6 +11,7 @@ from tests.core.stepping import (
     CONFIG,
     PARAMS,
     ROW,
+    SLOTS,
     decode_step,
     entries_of,
     new_cache,
@@ -85,3 +86,17 @@ def test_a_tail_is_compressed_under_the_same_budgets_with_the_next_turn():
         kept = kept_positions(entries_of(plan, cache, 1, head), keys[head])
         assert len(set(kept)) == plan.lengths(100)[plan.group_of.reshape(-1)[head]]
         assert kept[-8:] == list(range(92, 100))
+
+
+def test_a_whole_tail_and_a_whole_chunk_are_kept_wherever_in_a_page_they_begin():
+    """130 candidates, the first at the end of a page of 8, reach into 18 pages; in 17 the newest would have no place."""
+    plan = plan_of("1.0", 2, 8)
+    tokens = random_tokens(15 + 32 + SLOTS)
+    cache = tj.reserve(plan, new_cache(plan), ROW, np.int32(len(tokens)), np.int32(0))
+    _, cache = prefill(plan, cache, tokens[:15], 15)
+    for token in tokens[15:47]:
+        _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([1], np.int32), tokens=token[None])
+    assert (int(plan.locked(15)[0]), int(cache.tail[1]), cache.layout.max_tail) == (7, 32, 32)
+    _, cache = prefill(plan, cache, tokens[47:], SLOTS)
+    kept = kept_positions(entries_of(plan, cache, 1, 0), true_keys(tokens)[0])
+    assert sorted(kept) == list(range(15 + 32 + SLOTS))

@@ -20,6 +20,7 @@ from models.testing import (
 )
 from models.transformer import forward
 from pallas_kernels import byte_pages
+from tangram_jax.rings import RingChunk, Rings, SlidingLayers, chunk_pages
 
 WINDOW = 20
 CONFIG = tiny_config(num_layers=3, sliding_window=WINDOW, sliding_layers=(0, 2))
@@ -202,6 +203,29 @@ def test_taking_back_a_tail_and_a_window(page_size):
         rows.decode({0: token})
     rows.rollback(0, 9)
     rows.decode({0: 11})
+
+
+@pytest.mark.parametrize("before", range(5))
+def test_a_whole_chunk_is_written_wherever_in_a_page_it_begins(before):
+    """16 tokens from the last slot of a page on lie in 5 pages of 4; without the fifth its newest would be lost."""
+    rings = plan_of(4).rings
+    numbers = np.arange(rings.num_groups * rings.pages).reshape(rings.num_groups, -1)
+    pages, rows = chunk_pages(rings, RingChunk(jnp.asarray(numbers), jnp.int32(before), jnp.int32(16)), 16)
+    where = {}  # slot of the first group's ring -> row of the chunk
+    for page, of_page in zip(np.asarray(pages)[0], np.asarray(rows).reshape(-1, 4), strict=True):
+        where |= {
+            int(4 * page + slot): int(row) for slot, row in enumerate(of_page) if page >= 0 and row >= 0
+        }
+    assert [where[before + row] for row in range(16)] == list(range(16))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 10, 16, 32, 64])
+@pytest.mark.parametrize("max_tail", [0, 1, 2, 24])
+def test_a_ring_holds_what_may_be_seen_again_beside_the_page_that_is_written(page_size, max_tail):
+    """A chunk writes whole pages: one that ends with the first slot of a page overwrites what lay in its others."""
+    rings = Rings.build(SlidingLayers(2, WINDOW, max_tail), 4, 2, page_size, TRAILING)
+    assert rings.slots >= WINDOW - 1 + TRAILING + page_size - 1  # after a chunk
+    assert rings.slots >= WINDOW - 1 + TRAILING + max_tail  # and once its tail is full
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8], ids=["floats", "bytes"])

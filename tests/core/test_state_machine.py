@@ -5,7 +5,7 @@ operation, and must be one to one. So a page has two owners exactly where a fork
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import jax
@@ -357,6 +357,22 @@ def test_shared_pages_are_freed_by_the_last_of_their_owners(order):
     assert np.diff(free).tolist() == [own, own, own + 25]
     assert sorted(np.asarray(cache.free).tolist()) == list(range(PAGES))
     assert not cache.owners.any()
+
+
+@pytest.mark.parametrize("tokens", range(60, 64))
+def test_a_copy_has_all_entries_wherever_in_a_page_they_begin(tokens):
+    """Window and tail are 20 entries: 6 pages of 4, where the first has one alone; left out, the newest would be others'."""
+    plan, empty, _ = programs("bytes")
+    cache = jax.tree.map(jax.numpy.asarray, empty)
+    noise = np.random.default_rng(0).integers(0, 256, cache.pool.shape, np.uint8)
+    src, dst, n, tail = (np.int32(x) for x in (0, 1, tokens, MAX_TAIL))
+    cache = set_counts(
+        tj.reserve(plan, replace(cache, pool=jax.numpy.asarray(noise)), src, n, tail), src, n, tail
+    )
+    cache = jax.tree.map(np.asarray, tj.fork(plan, cache, src, dst))
+    for first, count in zip(cache.layout.first, plan.group_pages(tokens, MAX_TAIL), strict=True):
+        pages = cache.table[:2, first : first + count]
+        np.testing.assert_array_equal(cache.pool[pages[1]], noise[pages[0]])
 
 
 @pytest.mark.slow

@@ -115,6 +115,22 @@ def test_a_prefix_is_brought_back_once_and_stays_on_the_host():
     assert len(calls(bench, "save")) == saved + 3  # the three conversations; the prefix is there
 
 
+def test_a_prefix_that_comes_back_takes_the_place_of_another_row():
+    bench = loop(plan=PLAN, max_stored=2, host_bytes=10_000)
+    document = prompt(50)
+    for seed in range(2):
+        bench.run([*document, 8 + seed, *prompt(9, seed)], max_tokens=2)
+    bench.evict_all()
+    for seed in (5, 6):
+        bench.run(prompt(20, seed), max_tokens=2)
+    job = bench.add([*document, 20, *prompt(9)], max_tokens=2, ignore_eos=True)
+    bench.step()
+    assert [(len(s.tokens), s.is_prefix) for s in bench.scheduler.sessions] == [(21, False), (50, True)]
+    bench.drain()
+    assert job.cached == 50
+    job.check()
+
+
 def test_a_conversation_stays_for_its_next_turn_when_another_prompt_parts_from_it():
     bench = loop(plan=PLAN, host_bytes=10_000)
     text = prompt(40)

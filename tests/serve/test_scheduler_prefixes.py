@@ -87,6 +87,18 @@ def test_what_is_short_is_not_shared():
     assert prefixes(bench) == []
 
 
+def test_under_another_retention_nothing_is_shared_and_nobody_waits():
+    """A copy of such a row would not be found: it was compressed under other budgets."""
+    bench = loop(plan=make_plan(max_retention=0.9))
+    jobs = [bench.add(ask(i), max_tokens=5, retention=own) for i, own in enumerate((None, 0.5, 0.9))]
+    bench.step()
+    assert len(bench.scheduler.running) == 3
+    bench.drain()
+    jobs.append(bench.run(ask(3), max_tokens=5, retention=0.2))
+    assert [job.cached for job in jobs] == [0, 0, 0, 0]
+    assert prefixes(bench) == []
+
+
 def test_without_stored_rows_nobody_waits():
     bench = loop(plan=PLAN, max_stored=0)
     jobs = [bench.add(ask(i), max_tokens=5) for i in range(3)]
@@ -149,6 +161,17 @@ def test_prompts_given_up_cost_no_conversation_its_place():
         bench.abort(job)
         bench.drain()
     assert left(bench, others) == 6
+
+
+def test_a_prefix_in_use_does_not_go_for_one_that_nobody_has_asked_for():
+    """A copy that is left for those that may come takes the place of another such, not of one that prompts went on from."""
+    bench = loop(plan=PLAN, max_stored=5)
+    assert [bench.run(ask(i), max_tokens=5).cached for i in range(3)] == [0, 0, 50]
+    other = prompt(70, 9)
+    for seed in (1, 2):  # the second finds the store full, and leaves a copy of 70 tokens
+        bench.run([*other, 8 + seed, *prompt(9, seed)], max_tokens=5)
+    assert sorted(prefixes(bench)) == [50, 70]
+    assert bench.run(ask(3), max_tokens=5).cached == 50
 
 
 def test_a_prompt_given_up_after_a_prefix_costs_no_conversation_its_place():
@@ -215,3 +238,42 @@ def test_a_short_border_is_run_as_a_small_chunk():
     jobs = [bench.add([*DOCUMENT[:14], *prompt(60, i)], max_tokens=3, ignore_eos=True) for i in range(2)]
     bench.drain()
     assert [job.cached for job in jobs] == [0, 14]
+
+
+def test_a_prompt_goes_on_from_a_prefix_only_once_all_of_it_fits():
+    """Copied before, the row would be lost with its pages, or the prompt run without any."""
+    bench = loop(52 + 72 + 12 + 40, max_running=2)
+    for i in range(2):
+        bench.run(ask(i), max_tokens=1)
+    (prefix,) = [s for s in bench.scheduler.sessions if s.is_prefix]
+    for session in list(bench.scheduler.sessions):
+        if session is not prefix:
+            bench.scheduler.sessions.remove(session)
+            bench.scheduler.rows.release(session.state)
+    assert bench.scheduler.pages.used == FULL.pages(50) == 52
+    long = bench.add(prompt(60), max_tokens=40, ignore_eos=True)
+    bench.step()
+    assert bench.scheduler.pages.used == 52 + FULL.pages(60, 12) == 52 + 72
+    # Of 100 tokens and a tail of 12 the prefix has 13 pages in each of 4 groups, 3 of which are copied; 15 more are missing.
+    assert bench.scheduler.rows.copied_pages(prefix.state) == 12
+    job = bench.add(ask(2, 49), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    assert len(bench.scheduler.waiting) == 1 and prefixes(bench) == [50]
+    bench.drain()
+    long.check()
+    job.check()
+    assert job.cached == 50
+
+
+def test_an_edited_prompt_takes_the_conversation_over_where_a_copy_would_cost_another_one():
+    bench = loop(4 * (6 + 18))
+    bench.run(prompt(20, 3), max_tokens=2, ignore_eos=True)
+    text = prompt(40)
+    bench.run(text, max_tokens=6, ignore_eos=True)
+    assert bench.scheduler.pages.used == 4 * (6 + 12)
+    # Of 57 tokens 15 pages are wanted: 3 more, or 7 with the 4 of a copy's that are not shared.
+    job = bench.run([*text[:36], 9, *prompt(20, 1)], max_tokens=2, ignore_eos=True)
+    job.check()
+    assert job.cached == 36
+    assert [len(s.tokens) for s in bench.scheduler.sessions] == [21, 58]

@@ -145,6 +145,21 @@ def test_a_prompt_that_differs_within_what_was_compressed_starts_anew():
     assert bench.run([*text[:20], 9, *text[21:]], max_tokens=6).cached == 0
 
 
+def test_no_session_goes_where_that_would_not_be_enough():
+    bench = loop(4 * 40, max_running=2)
+    bench.run(prompt(20), max_tokens=2, ignore_eos=True)
+    long = bench.add(prompt(60, 1), max_tokens=12, ignore_eos=True)
+    bench.step()
+    assert bench.scheduler.pages.used == FULL.pages(21) + FULL.pages(60, 11) == 4 * (6 + 18)
+    more = bench.add(prompt(80, 2), max_tokens=20, ignore_eos=True)  # 23 pages in each group, 16 are free
+    for _ in range(3):
+        bench.step()
+        assert (waiting(bench), len(bench.scheduler.sessions)) == ([2], 1)
+    bench.drain()
+    long.check()
+    more.check()
+
+
 def test_sessions_go_by_last_use_and_only_when_pages_are_needed():
     bench = loop(4 * 40, max_stored=4, max_running=2)
     texts = [prompt(30, i) for i in range(4)]
