@@ -30,12 +30,12 @@ class Places:
 
     def __init__(self, packed: Packed, cache: Cache) -> None:
         size, slots = packed.tokens.shape[0], packed.rows.shape[0]
-        there = packed.rows < cache.num_rows
+        # Those of a chunk that is left out keep their places, so that the chunks behind it have their own.
+        there, ends = packed.rows < cache.num_rows, jnp.cumsum(packed.counts)
         self.counts = jnp.where(there, packed.counts, 0)
-        ends = jnp.cumsum(self.counts)
-        at, self._starts = np.arange(size), ends - self.counts
-        self.there = at < ends[-1]
+        at, self._starts = np.arange(size), ends - packed.counts
         owner = jnp.minimum((at[:, None] >= ends).sum(1), slots - 1)
+        self.there = (at < ends[-1]) & there[owner]
         within = at - self._starts[owner]
         before = (cache.tokens + cache.tail).at[packed.rows].get(mode="fill", fill_value=0)
         self.positions = before[owner] + within  # i32[T]

@@ -65,6 +65,18 @@ def test_a_row_that_found_no_pages_is_left_out(cluster):
         same(cache, kept)
 
 
+def test_chunks_packed_behind_one_that_is_left_out_have_their_own_tokens():
+    """They stand where the counts say, whether a row before them found its pages or not."""
+    plan, tokens = plan_of("1.0", 2, 8), random_tokens(20)
+    cache = with_rows(plan, 0)
+    cache = tj.reserve(plan, cache, ROW, np.int32(20), np.int32(0))
+    for missing in (2, -1, 0):  # without a page, of no row, and without a page for more
+        packed = tj.Packed(np.array([missing, ROW]), tokens, np.array([12, 8]))
+        logits, after = step(PARAMS, CONFIG, plan, SNAPKV, jax.tree.map(jax.numpy.copy, cache), packed, None)
+        np.testing.assert_allclose(logits[1], dense_logits(CONFIG, tokens[12:])[-1], atol=2e-4)
+        assert after.tokens.tolist() == [20, 8, 0]
+
+
 def test_a_row_at_its_capacity_is_left_out():
     """Its next entry would lie where the pages of the next group stand."""
     plan = plan_of("1.0", 2, 8)
