@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
+from models.logits import AttentionLogits
 from models.testing import (
     random_params,
     tiny_config,
@@ -15,6 +16,7 @@ from models.testing import (
     tiny_gemma_config,
     tiny_gpt_oss_config,
 )
+from tangram_jax.drafts import _among_themselves
 
 WINDOW = {"num_layers": 2, "sliding_layers": (0,), "sliding_window": 24}
 CONFIGS = {
@@ -133,3 +135,16 @@ def test_in_pages_of_bytes():
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
     np.testing.assert_allclose(got[:, 0], want[:, 0], atol=2e-4)
     np.testing.assert_array_equal(cache.tail, after.tail)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_drafts_see_each_other_within_a_window_that_is_shorter_than_they_are(window):
+    qkv = np.random.default_rng(0).normal(size=(2, 4, 1, 3, 8)).astype(np.float32)  # one query head
+    out, lse = _among_themselves(jnp.asarray(qkv), AttentionLogits(0.5, None), window)
+    for row, tokens in enumerate(qkv[:, :, 0]):
+        for at in range(4):
+            seen = tokens[max(0, at - window + 1) : at + 1]
+            weights = np.exp(0.5 * seen[:, 1] @ tokens[at, 0])
+            np.testing.assert_allclose(lse[row, at, 0, 0], np.log(weights.sum()), rtol=1e-5)
+            want = weights @ seen[:, 2] / weights.sum()
+            np.testing.assert_allclose(out[row, at, 0, 0], want, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from models.logits import AttentionLogits
 from pallas_kernels import byte_pages
 from tangram_jax.attention import chunk_attention
 from tangram_jax.pages import LayerPages
+from tangram_jax.step_layers import Layers
 from tests.core.stepping import (
     CONFIG,
     HEADS,
@@ -105,6 +106,16 @@ def test_a_request_that_is_not_finite_stays_alone(scorer):
         assert np.isfinite(cache.pool).all()
         cache = tj.release(plan, cache, np.int32(0)) if released else cache
         np.testing.assert_allclose(rest(cache), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"), [("float32", [1e5, 0, 2]), ("float16", [0, 0, 2]), ("uint8", [1e5, 0, 2])]
+)
+def test_what_is_infinite_in_the_pool_s_dtype_is_kept_out_of_it(dtype, want):
+    plan = plan_of("1.0", 2, 8)
+    cache = tj.init_cache(plan, CONFIG, num_pages=9, max_requests=1, dtype=dtype)
+    given = jnp.array([1e5, jnp.nan, 2.0])
+    np.testing.assert_array_equal(Layers(plan, CONFIG, cache)._finite(given), np.float32(want))
 
 
 def test_first_tokens_stay_by_default():

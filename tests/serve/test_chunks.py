@@ -96,6 +96,18 @@ def test_tails_that_are_full_together_are_compressed_together():
         job.check()
 
 
+@pytest.mark.parametrize("scored", [0, 1])
+def test_a_prompt_whose_logprobs_are_wanted_is_alone_in_its_step(scored):
+    """The program of several chunks has no logits but their last ones."""
+    bench = loop(**PACKED)
+    seen = steps_of(bench)
+    for i in range(3):
+        bench.add(prompt(4, i), max_tokens=1, prompt_logprobs=0 if i == scored else None)
+    bench.drain()
+    others = [[(scored, 4)], [(i, 4) for i in range(3) if i != scored]]
+    assert seen == (others if scored == 0 else others[::-1])
+
+
 def test_a_chunk_preempts_nobody_whose_chunk_is_in_the_same_step():
     """Two generations whose tails are full at once, and any number of pages from what one needs to what both do."""
     plan, shared, preempted = make_plan(1.0), 0, 0
