@@ -68,6 +68,16 @@ def test_packed_chunks_take_no_more_memory_than_one_and_as_many_rows_of_logits(
     )
 
 
+def test_what_fits_exactly_runs_in_the_program_of_that_size():
+    buckets = make_buckets(128, 8192, 32, 131_072, 4, drafts=3, drafting=16)
+    for size in buckets.packed_chunks:
+        assert [buckets.packed(count)[0] for count in (size - 1, size)] == [size, size]
+    assert [buckets.packed(129)[0], buckets.mixed(2048), buckets.mixed(2049)] == [512, 2048, None]
+    assert [buckets.batch(count) for count in (1, 2, 4, 128)] == [1, 4, 4, 128]
+    assert [buckets.draft_batch(count) for count in (4, 5, 16)] == [4, 16, 16]
+    assert make_buckets(4, 512, 20, 4096).mixed_chunks[0] == 24  # a window of 20, in whole eights
+
+
 @pytest.mark.parametrize(
     ("flags", "advised"),
     [

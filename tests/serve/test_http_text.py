@@ -119,6 +119,30 @@ def test_min_tokens_are_exempt_from_stop_strings():
     assert (delta.text, delta.finish_reason) == ("aXa", "stop")
 
 
+def test_a_stop_string_begins_anew_within_its_own_beginning():
+    """After "aba" an "a" goes on from neither "aba" nor "a", but begins one."""
+    scanner = StopScanner(["abab"])
+    assert (scanner.push("abaabab"), scanner.matched) == ("aba", "abab")
+
+
+def test_no_stop_string_spans_what_is_exempt():
+    """Only what is held back of it is forgotten then: what follows would be cut off where nothing matches."""
+    scanner = StopScanner(["END"])
+    assert [scanner.push("an E"), scanner.push("", match=False), scanner.push("ND")] == ["an ", "E", "ND"]
+    assert scanner.matched is None
+    assert (scanner.push("END"), scanner.matched) == ("", "END")
+
+
+def test_a_text_that_goes_on_within_a_character():
+    """A prompt may end with any bytes of one but its last."""
+    for whole in ("é", "🙂"):
+        *begun, last = ids(whole)
+        choice = Choice(TOKENIZER, SamplingParams(max_tokens=1))
+        choice.continue_text([*ids("a long prompt "), *begun])
+        choice.feed(TokenOutput(token_id=last, finish_reason="length"))
+        assert choice.take().text == whole
+
+
 def test_unfinished_character_becomes_a_replacement_character():
     _, delta = run(ids("é")[:1])
     assert delta.text == "\ufffd"

@@ -103,3 +103,12 @@ def test_what_it_gives_is_not_changed_by_more_tokens():
     kept = np.array(first)
     found.read([1, 2, 3, 1, 2, 8] + [9] * 3000)
     np.testing.assert_array_equal(first, kept)
+
+
+def test_more_tokens_than_it_began_with_room_for():
+    """Those that it knew stay: with others in their place drafts would be wrong from then on."""
+    tokens = np.random.default_rng(0).integers(0, 1000, 5000).tolist()
+    found = lookup(tokens[:1000])
+    for count in (1024, 1025, 5000):
+        found.read(tokens[:count])
+        assert found.tokens.tolist() == tokens[:count]
