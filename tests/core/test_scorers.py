@@ -362,3 +362,12 @@ def test_unknown_names_and_options():
         get_scorer("snapkv", pool=4)
     with pytest.raises(ValueError, match="future must be at least 1"):
         get_scorer("expected_attention", future=0)
+
+
+@pytest.mark.parametrize(("name", "want"), [("snapkv", 0.5), ("kv_compress", 2.0)])
+def test_what_lies_beside_the_candidates_is_not_pooled(name, want):
+    """A kernel may leave anything there: it would make the first and the last candidate the best ones."""
+    scorer = get_scorer(name, pool=3)
+    sums, valid = jnp.array([[9.0, 1.0, 2.0, 0.5, 9.0]]), jnp.array([[False, True, True, True, False]])
+    got = scorer.from_sums(sums, jnp.int32(4), valid)
+    np.testing.assert_array_equal(got, [[-np.inf, want, want, want, -np.inf]])
