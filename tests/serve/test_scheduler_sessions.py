@@ -37,6 +37,8 @@ def test_a_prompt_whose_answer_was_compressed_can_be_asked_once_more():
     bench = loop(plan=make_plan(), max_tail=12)
     first = bench.run(prompt(40), max_tokens=30, ignore_eos=True)
     assert [len(session.tokens) for session in bench.scheduler.sessions] == [40, 69]
+    left = next(iter(bench.scheduler.sessions))
+    assert left.state.holding.owned.sum() == bench.scheduler.plan.pages(40)  # none of the answer's
     for seed in (5, 6):
         again = bench.run(prompt(40), max_tokens=30, ignore_eos=True, seed=seed)
         again.check()
