@@ -301,3 +301,18 @@ def test_state_is_updated_in_place():
     compiled = jax.jit(sample, donate_argnums=1).lower(jnp.zeros((2, lots)), state, jnp.arange(2)).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= state.seen.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < rows * lots
+
+
+@pytest.mark.parametrize("top_k", [1, 63, 64, 65, 66, 199, 200, 0])
+def test_as_many_tokens_are_kept_as_top_k_says_also_where_a_search_begins(top_k):
+    """64 are looked at before it; for one more nothing would be left out, if that were not searched for."""
+    probs = jnp.arange(200, 0, -1, dtype=jnp.float32)[None] / 200
+    lowest = jit_threshold(probs, jnp.array([top_k]), jnp.ones(1), jnp.zeros(1))
+    assert int((probs >= lowest[:, None]).sum()) == (top_k or 200)
+
+
+def test_top_p_ends_with_the_token_that_reaches_it():
+    probs = jnp.array([[1.0, 0.5, 0.25, 0.25]])
+    for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)):
+        lowest = jit_threshold(probs, jnp.zeros(1, jnp.int32), jnp.array([top_p]), jnp.zeros(1))
+        assert int((probs >= lowest[:, None]).sum()) == kept

@@ -62,18 +62,22 @@ def test_seeds_and_log_probabilities_are_those_of_each_alone(tiny, steps):
 
 
 def test_choices_of_packed_prompts_sample_from_their_own_prompts_logits(tiny, steps):
-    how = {"temperature": 1.0, "seed": 3, "max_tokens": 5}
-    alone = [[a.tokens for a in tiny.ask(prompt, 2, **how, **FULL).wait()] for prompt in SHORT[:2]]
-    tiny.settle()
-    tiny.forget()
-    steps.clear()
-    with tiny.held():
-        # The parent of the second pair comes while its rows are still free: max_running is 4.
-        asked = [tiny.ask(prompt, 2, **how, **FULL) for prompt in SHORT[:2]]
-    got = [[a.tokens for a in one.wait()] for one in asked]
-    tiny.settle()
-    assert got == alone
-    assert len({tuple(tokens) for pair in got for tokens in pair}) == 4
+    wanted = list(
+        zip(SHORT[:2], (1, 2), strict=True)
+    )  # a second one of the first would keep the others waiting
+    for seed in range(6):
+        how = {"temperature": 0.5, "seed": seed, "max_tokens": 5, **FULL}
+        alone = [[a.tokens for a in tiny.ask(prompt, n, **how).wait()] for prompt, n in wanted]
+        tiny.settle()
+        tiny.forget()
+        steps.clear()
+        with tiny.held():
+            asked = [tiny.ask(prompt, n, **how) for prompt, n in wanted]
+        got = [[a.tokens for a in one.wait()] for one in asked]
+        tiny.settle()
+        tiny.forget()
+        assert steps[0][0] == [5, 9]
+        assert got == alone
 
 
 def test_a_long_prompt_between_short_ones_is_unharmed(tiny, steps):
