@@ -334,7 +334,7 @@ class Engine:
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
         if not sequence.announced:
             sequence.announced = True
-            output.cached_tokens = sequence.cached_tokens
+            output.cached_tokens = sequence.cached_tokens or 0
             output.prompt_logprobs = sequence.prompt_logprobs
         try:
             sequence.on_output(output)

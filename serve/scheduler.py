@@ -151,7 +151,8 @@ class Scheduler:
             else:
                 self.rows.release(state)
             return False
-        if sequence.generated == 0:
+        # Once: what it has left behind when it was preempted is its own.
+        if sequence.generated == 0 and sequence.cached_tokens is None:
             self.counters["prefix_queries"] += len(sequence.tokens)
             self.counters["prefix_hits"] += stays
             sequence.cached_tokens = stays

@@ -55,7 +55,7 @@ class Sequence:
     room: int = 0  # tail tokens that the reserved pages have room for
     in_flight: int = 0
     parent: "Sequence | None" = None  # the choice whose prompt this one forks
-    cached_tokens: int = 0  # prompt tokens that were found in a stored session
+    cached_tokens: int | None = None  # prompt tokens that its first row had from a stored session
     prompt_logprobs: list[PromptLogprob | None] | None = None
     keep: bool = True  # store the row when the sequence ends
     continued: bool = False  # its row was a stored conversation's

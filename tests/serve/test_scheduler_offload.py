@@ -164,6 +164,24 @@ def test_a_preempted_generation_goes_on_without_its_prompt():
     assert not hosted(bench)
 
 
+def test_a_prompt_that_is_preempted_within_has_found_nothing_but_what_was_there():
+    """What it had prefilled itself comes back from the host, and was counted as found, and its prompt twice."""
+    bench = loop(plan=PLAN, max_tail=60, host_bytes=10_000)
+    text = prompt(90)
+    bench.run(text[:20], max_tokens=1)
+    before = bench.scheduler.counters["prefix_queries"]
+    job = bench.add(text, max_tokens=2, ignore_eos=True)
+    bench.step()
+    (sequence,) = bench.scheduler.running
+    assert 20 < sequence.state.cached < 90
+    bench.scheduler._preempt(sequence)
+    bench.drain()
+    job.check()
+    assert job.cached == 20
+    assert bench.scheduler.counters["prefix_queries"] - before == 90
+    assert bench.scheduler.counters["prefix_hits"] == 20
+
+
 def test_copies_under_way_let_others_go_on_first():
     bench = loop(plan=PLAN, max_running=3, host_bytes=10_000)
     texts = [prompt(40, seed) for seed in range(2)]
