@@ -12,8 +12,17 @@ import numpy as np
 from jax import lax
 
 
+def check_gpu() -> None:
+    """Raises SystemExit where there is no GPU, on whose kernels all times here depend."""
+    if (backend := jax.default_backend()) != "gpu":
+        raise SystemExit(
+            f"This measures kernels of an NVIDIA GPU, and JAX finds only {backend}: run it where there is one."
+        )
+
+
 def trace_kernels(run: Callable[[], Any]) -> dict[str, list[float]]:
     """Durations in us of every kernel that `run` starts, by name."""
+    check_gpu()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -75,12 +84,14 @@ def cold_kernel_us(call: Callable[..., Any], args: tuple[Any, ...], name: str) -
 
 def kernels_of(run: Callable[..., Any], args: tuple[Any, ...], calls: int = 1) -> dict[str, list[float]]:
     """Durations in us of every kernel of so many runs of a compiled function, by name; it ran once before."""
+    check_gpu()
     jax.block_until_ready(run(*args))
     return trace_kernels(lambda: [run(*args) for _ in range(calls)][-1])
 
 
 def read_roof(gigabytes: int = 4) -> float:
     """GB/s of a plain read: the best of several reductions over a large array."""
+    check_gpu()
     x = jax.random.bits(jax.random.PRNGKey(0), (gigabytes * 2**28,), jnp.uint32)
     run = jax.jit(lambda x: jnp.max(x))
     jax.block_until_ready(run(x))

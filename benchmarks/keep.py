@@ -25,7 +25,7 @@ import numpy as np
 
 import tangram_jax as tj
 from benchmarks.decode_step import ragged, random_weights
-from benchmarks.gpu_timing import temporary_bytes, trace_kernels
+from benchmarks.gpu_timing import check_gpu, temporary_bytes, trace_kernels
 from benchmarks.shapes import LLAMA_8B
 from models.config import ModelConfig
 from models.logits import AttentionLogits
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--xla-only", action="store_true")
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
+    check_gpu()
     case = Case(LLAMA_8B.replace(num_layers=args.layers), args.pool_gib, args.chunk)
     case.set_counts(0)
     products, layer = layer_us(case)

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from benchmarks import greedy_match, paper_figures, torch_peers
+from benchmarks import (
+    decode_step,
+    greedy_match,
+    keep,
+    paper_figures,
+    ragged_decode,
+    torch_peers,
+    weight_stream,
+)
 
 
 def test_greedy_match_compares_with_the_tokens_on_file():
@@ -35,6 +43,14 @@ def test_paper_figures(monkeypatch, tmp_path):
     assert [path.name for path in pictures] == ["figure_13.png", "figure_4c.png"]
     paper_figures.main(["--plot-only", "figures.json", "--folder", "again"])
     assert len(list((tmp_path / "again").iterdir())) == 2
+
+
+@pytest.mark.parametrize("module", [decode_step, keep, ragged_decode, weight_stream])
+def test_measuring_kernels_needs_a_gpu(module, monkeypatch):
+    """They computed for hours on a CPU, and ended without a time."""
+    monkeypatch.setattr("sys.argv", [module.__name__])
+    with pytest.raises(SystemExit, match="kernels of an NVIDIA GPU, and JAX finds only cpu"):
+        module.main()
 
 
 class Inputs:
