@@ -6,10 +6,13 @@ one call of an exported program (`jax.export`), read from a file where there is 
 program is a part of the file's name.
 """
 
+import contextlib
 import hashlib
 import importlib
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax._src.compilation_cache import decompress_executable
 
 from models.config import ModelConfig
 from tangram_jax.plan import CachePlan
@@ -33,10 +37,40 @@ log = logging.getLogger("tangram.engine")
 
 
 def keep_compiled(directory: Path) -> None:
-    """Let JAX's persistent cache be there, and hold all that XLA compiles from now on, small programs too."""
+    """Let JAX's persistent cache be there, and hold all that XLA compiles from now on, small programs too.
+
+    Where there can be none, a line of the log says so, and programs are compiled at every start.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("Compiled programs cannot be kept, so that every start compiles them: %s", error)
+        return
+    _drop_cut_short(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _drop_cut_short(directory: Path) -> None:
+    """Delete what a killed process or a full disk left half written: JAX would compile that at every start, and never
+    write it again. Entries that were there the last time, when this Python looked, are whole."""
+    looked = directory / f".looked-through-by-{sys.version_info.major}.{sys.version_info.minor}"
+    began = time.time()
+    with contextlib.suppress(OSError):
+        last = looked.stat().st_mtime if looked.exists() else 0.0
+        for path in directory.glob("*-cache"):
+            if path.stat().st_mtime < last:
+                continue
+            try:
+                decompress_executable(path.read_bytes())
+            except OSError:
+                raise
+            except Exception as error:  # of one library or another
+                log.debug("Compiled program %s is dropped: %s", path, error)
+                path.unlink(missing_ok=True)
+        looked.touch()
+        os.utime(looked, (began, began))
 
 
 class ProgramStore:
@@ -111,7 +145,8 @@ class ProgramStore:
                 fresh.replace(path)
             finally:
                 fresh.unlink(missing_ok=True)
-            old = sorted(self._directory.glob("[!.]*"), key=lambda p: p.stat().st_mtime, reverse=True)
+            # With those that a killed process left under the names of fresh ones.
+            old = sorted(self._directory.glob("*"), key=lambda p: p.stat().st_mtime, reverse=True)
             for path in old[MOST_FILES:]:
                 path.unlink(missing_ok=True)
         except OSError as error:

@@ -1,5 +1,7 @@
 """Programs that are kept on disk: the same results and donation, found again, and never one that is not the right one."""
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,6 +119,45 @@ def test_a_damaged_file_is_made_anew(tmp_path):
         assert (store.made, store.found) == (0, 1)
 
 
+COMPILES = """
+import pathlib, sys
+import jax
+from serve.program_store import keep_compiled
+keep_compiled(pathlib.Path(sys.argv[1]))
+jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5))
+"""
+
+
+def compiled(directory):
+    """(what JAX keeps in a directory after a process that has compiled a little, what that process said)"""
+    command = [sys.executable, "-c", COMPILES, str(directory)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=True)
+    return {path: path.read_bytes() for path in directory.glob("*-cache")}, done.stderr
+
+
+def test_a_compiled_program_that_was_cut_short_is_stored_again(tmp_path):
+    """JAX warns of it at every start, compiles it, and writes it nevermore, since there is a file."""
+    kept, _ = compiled(tmp_path)
+    assert len(kept) > 1
+    cut, *whole = kept
+    for left in (kept[cut][:-40], b""):
+        cut.write_bytes(left)
+        times = {path: path.stat().st_mtime_ns for path in whole}
+        again, said = compiled(tmp_path)
+        assert again.keys() == kept.keys() and len(again[cut]) > len(left) + 20
+        assert {path: path.stat().st_mtime_ns for path in whole} == times
+        assert "Error reading" not in said
+
+
+def test_where_compiled_programs_cannot_be_kept_one_line_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert compiled(tmp_path / "file" / "xla") == (
+        {},
+        "Compiled programs cannot be kept, so that every start compiles them: [Errno 20] Not a directory: "
+        f"'{tmp_path / 'file' / 'xla'}'\n",
+    )
+
+
 def test_a_program_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise ValueError("not this one")
@@ -136,6 +177,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 def test_old_files_go(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "MOST_FILES", 3)
+    (tmp_path / ".left.by.a.killed.one").write_text("")
     for size in range(2, 7):
         scaled(new_store(tmp_path), size)
     assert len(list(tmp_path.iterdir())) == 3
