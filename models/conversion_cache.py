@@ -29,8 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """`$TANGRAM_CACHE`, or ~/.cache/tangram-jax."""
-    return Path(os.environ.get("TANGRAM_CACHE") or Path.home() / ".cache" / "tangram-jax").expanduser()
+    """`$TANGRAM_CACHE`, or ~/.cache/tangram-jax. Raises ValueError where a home directory is meant that nobody knows."""
+    given = os.environ.get("TANGRAM_CACHE") or "~/.cache/tangram-jax"
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the cache {given} is nowhere: {error} Set TANGRAM_CACHE to a directory, without ~"
+        ) from error
 
 
 def entry_path(identity: str, name: str, dtype: DTypeLike) -> Path:

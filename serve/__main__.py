@@ -37,13 +37,17 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
     """The running engine, and its server with a socket to run on. Raises ConfigError and OSError, with what to do."""
     listener = bind(config.host, config.port)  # first: loading and compiling take minutes
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
+        cache = cache_dir()
+        cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the cache {cache_dir()} cannot be made ({error.strerror}): set TANGRAM_CACHE to a directory that can be"
+            f"the cache {cache} cannot be made ({error.strerror}): set TANGRAM_CACHE to a directory that can be"
         ) from error
+    except ValueError as error:
+        raise ConfigError(error) from error
+    keep_compiled(cache / "xla")
     try:
-        built = build(config, programs=cache_dir() / "programs")
+        built = build(config, programs=cache / "programs")
     except ValueError as error:  # the loader's; while compiling it would be a bug
         raise ConfigError(error) from error
     engine = built.engine
@@ -115,7 +119,6 @@ def main() -> int:
     )
     for noisy in ("jax", "absl", "orbax", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    keep_compiled(cache_dir() / "xla")
     allow_files()
     try:
         engine, server, listener = start(config, console)

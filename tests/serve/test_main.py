@@ -162,6 +162,15 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch) -> None:
     assert "Traceback" not in errors
 
 
+def test_a_cache_in_a_home_that_nobody_knows_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("TANGRAM_CACHE", "~no-such-user/cache")
+    status, errors = ended("program.build = None")
+    assert status == 2
+    assert "Cannot serve: the cache ~no-such-user/cache is nowhere" in errors
+    assert "Set TANGRAM_CACHE to a directory, without ~" in errors
+    assert "Traceback" not in errors
+
+
 def test_connections_are_refused_until_it_is_ready(taken: socket.socket) -> None:
     port = taken.getsockname()[1]
     taken.close()
