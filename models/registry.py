@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -82,6 +84,22 @@ QUANTIZATIONS = ("fp8", "fp8-dynamic")
 DTYPES = ("float32", "bfloat16", "float16")  # of weights, activations and cache
 
 
+def platform() -> str:
+    """What JAX runs on: "cpu", "gpu" or another. Raises ValueError, with what to do, where it finds no device."""
+    try:
+        return jax.default_backend()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the latter for JAX_PLATFORMS=cuda without one, and says nothing
+        asked = os.environ.get("JAX_PLATFORMS")
+        raise ValueError(
+            f"JAX finds no device{f' for JAX_PLATFORMS={asked}' if asked else ''}"
+            f"{f': {error}' if str(error) else ''}. Set JAX_PLATFORMS=cpu, or leave it out; an NVIDIA GPU needs its driver "
+            'and `pip install "jax[cuda13]"`'
+        ) from error
+
+
 def load_model(
     name_or_path: str | Path = DEFAULT_MODEL,
     *,
@@ -112,7 +130,7 @@ def load_model(
     Raises:
       ModelNotFoundError: no such model, or it could not be fetched.
       UnsupportedModelError: another architecture, or a feature that this package lacks.
-      ValueError: another dtype or quantization than there is.
+      ValueError: another dtype or quantization than there is, or no device.
       WeightMismatchError: missing, unexpected or misshapen tensors; all of them in one message.
     """
     dtype = jnp.dtype(dtype)
@@ -122,6 +140,7 @@ def load_model(
         raise ValueError(
             f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None, got {quantization!r}"
         )
+    platform()
     model = _load(name_or_path, overrides, _How(dtype, progress, keep_mxfp4, quantization is not None, mesh))
     if quantization == "fp8-dynamic":
         model = dataclasses.replace(model, config=model.config.replace(activations_fp8=True))

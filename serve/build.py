@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.registry import LoadedModel, load_model
+from models.registry import LoadedModel, load_model, platform
 from models.sharding import tensor_mesh
 from models.tokenizer import ChatTemplateError
 from pallas_kernels import ragged_decode
@@ -87,7 +87,7 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
     """
     check_host_memory(config.host_bytes)
     allow_pinned(config.host_bytes)
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = platform() == "gpu"
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     cache_dtype(config, dtype)  # what is wrong with it is said before minutes of loading
     template = read_chat_template(config.chat_template) if config.chat_template is not None else None

@@ -328,6 +328,20 @@ def test_cache_directory_follows_the_environment(cache, monkeypatch):
     assert conversion_cache.cache_dir() == Path.home() / ".cache" / "tangram-jax"
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(AssertionError(), ""), (RuntimeError("Unable to initialize"), ": Unable to initialize")],
+)
+def test_a_platform_without_a_device_is_named(error, reason, monkeypatch):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr("jax.default_backend", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError, match=f"no device for JAX_PLATFORMS=cuda{reason}. Set JAX_PLATFORMS=cpu"):
+        load_model("any", progress=False)
+
+
 # --- the hub ------------------------------------------------------------------------------------------------------
 
 
