@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,37 @@ def _quiet_absl() -> Any:
         logger.setLevel(level)
 
 
-def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
-    """Writes an entry; it appears at once under its name or, when interrupted, not at all."""
+@contextlib.contextmanager
+def _staging(path: Path) -> Iterator[Path]:
+    """A directory beside `path`, locked and gone at the end. Those of processes that were killed go first."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(".*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                stack.enter_context(_locked(staging))
+            yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of a directory, which the end of the process lets go. Raises OSError if another has it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
+    """Writes an entry; it appears at once under its name or, when interrupted, not at all."""
+    with _staging(path) as staging:
         with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
             checkpointer.save(staging / "params", params)
         tokenizer.save(str(staging / "tokenizer"))
@@ -79,8 +107,6 @@ def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) 
         except OSError:  # another process was first
             if not path.is_dir():
                 raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def load(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import conversion_cache
 from models.config import RopeScaling, UnsupportedModelError
 from models.gguf import GGUFFile, unpermute_rope
 from models.gguf_tokenizer import _pre_tokenizer
@@ -61,6 +62,17 @@ def test_gguf_file_and_its_cache(gguf_tiny, tmp_path, cache, monkeypatch, caplog
     again = load_model(path, progress=False)
     np.testing.assert_array_equal(again.params["embed"], changed.params["embed"])
     assert "converting again" in caplog.text
+
+
+def test_what_a_killed_conversion_left_goes_and_what_another_writes_stays(gguf_tiny, tmp_path, cache):
+    path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
+    killed, running = (cache / "converted" / f".tiny-float32-0123-{end}" for end in ("killed", "running"))
+    for left in (killed, running):
+        left.mkdir(parents=True)
+    with conversion_cache._locked(running):
+        load_model(path, progress=False)
+    assert not killed.exists() and running.exists()
+    assert len(list(running.parent.iterdir())) == 2
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
