@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -96,8 +97,14 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) -> None:
-    """Writes an entry; it appears at once under its name or, when interrupted, not at all."""
+    """Writes an entry; it appears at once under its name or, when interrupted, not at all.
+
+    Raises OSError where there is no room, and whatever Orbax makes of a disk that fills up meanwhile.
+    """
     with _staging(path) as staging:
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        if (free := shutil.disk_usage(staging).free) < size:
+            raise OSError(errno.ENOSPC, f"it takes {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} are free")
         with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
             checkpointer.save(staging / "params", params)
         tokenizer.save(str(staging / "tokenizer"))

@@ -248,7 +248,17 @@ def _load_gguf(fetch: Callable[[], Path], identity: str, name: str, how: _How) -
         config = with_fp8_weights(config)
     _say(f"Converting {file.path.name} (once)", how.progress)
     config, params = _assemble(file, config, "gguf", how)
-    conversion_cache.save(entry, config, params, tokenizer)
+    try:
+        conversion_cache.save(entry, config, params, tokenizer)
+    except (
+        Exception
+    ) as error:  # of a full disk, say, in whose library's words ever; a start without it is only slower
+        log.warning(
+            "The converted model cannot be kept in %s, so that every start converts it: make room there, or set "
+            "TANGRAM_CACHE to another directory (%s)",
+            entry.parent,
+            error,
+        )
     return LoadedModel(config, params, tokenizer, name)
 
 

@@ -1,8 +1,10 @@
 """GGUF files: what llama.cpp writes is read as llama.cpp reads it."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import jax
@@ -62,6 +64,25 @@ def test_gguf_file_and_its_cache(gguf_tiny, tmp_path, cache, monkeypatch, caplog
     again = load_model(path, progress=False)
     np.testing.assert_array_equal(again.params["embed"], changed.params["embed"])
     assert "converting again" in caplog.text
+
+
+def test_a_conversion_that_cannot_be_kept_is_served_all_the_same(gguf_tiny, tmp_path, cache, caplog):
+    path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
+    cache.mkdir()
+    (cache / "converted").write_text("")  # a file where the directory should be: for every user
+    model = load_model(path, progress=False)
+    np.testing.assert_array_equal(model.params["embed"], gguf_tiny[0].read("model.embed_tokens.weight"))
+    assert "every start converts it: make room there, or set TANGRAM_CACHE" in caplog.text
+
+
+def test_a_disk_without_room_for_a_conversion_is_told_before_it_is_full(
+    gguf_tiny, tmp_path, cache, monkeypatch, caplog
+):
+    path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    load_model(path, progress=False)
+    assert re.search(r"cannot be kept .* it takes \S+ MiB, 0 are free", caplog.text)
+    assert list((cache / "converted").iterdir()) == []
 
 
 def test_what_a_killed_conversion_left_goes_and_what_another_writes_stays(gguf_tiny, tmp_path, cache):
