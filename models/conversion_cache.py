@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.typing import DTypeLike
 from transformers import PreTrainedTokenizerFast
@@ -121,13 +122,14 @@ def load(
 ) -> tuple[ModelConfig, Params, Tokenizer] | None:
     """Reads an entry, onto a mesh or the first device.
 
-    None when there is none, or it is unreadable: then it is deleted, with a warning in the log. Raises ShardingError.
+    None when there is none, or it is unreadable: then it is deleted, with a warning in the log.
+    Raises ShardingError, and MemoryError or JaxRuntimeError where there is no room for it.
     """
     if not path.is_dir():
         return None
     try:
         return _load(path, dtype, mesh)
-    except ShardingError:
+    except (ShardingError, MemoryError, JaxRuntimeError):
         raise
     except Exception as error:  # whatever a half-deleted or foreign entry raises, converting again repairs it
         _log.warning("converting again: the cached model %s is unreadable (%s)", path, error)

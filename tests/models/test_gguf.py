@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 from models import conversion_cache
 from models.config import RopeScaling, UnsupportedModelError
@@ -94,6 +95,23 @@ def test_what_a_killed_conversion_left_goes_and_what_another_writes_stays(gguf_t
         load_model(path, progress=False)
     assert not killed.exists() and running.exists()
     assert len(list(running.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), MemoryError()])
+def test_a_cached_model_stays_where_there_is_no_room_to_load_it(
+    error, gguf_tiny, tmp_path, cache, monkeypatch
+):
+    """It went, and was converted again, if another process had the GPU's memory."""
+    path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
+    load_model(path, progress=False)
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(conversion_cache, "_load", full)
+    with pytest.raises(type(error)):
+        load_model(path, progress=False)
+    assert len(list((cache / "converted").iterdir())) == 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
