@@ -1,6 +1,9 @@
 """Imports between the packages point one way, and nothing that is installed needs what is not."""
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,17 @@ def test_imports_point_one_way(package):
 
 def test_every_package_is_known():
     assert OURS - {"benchmarks", "examples", "tests"} == ALLOWED.keys()
+
+
+# Parts of packages that are declared: their makers put them into one of their own.
+PARTS = {"orbax": "orbax_checkpoint", "pydantic_core": "pydantic", "starlette": "fastapi"}
+
+
+def test_what_is_imported_is_declared():
+    """`pip install` brings it by name, not because another package happens to need it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
+    for path in (path for package in ALLOWED for path in (ROOT / package).rglob("*.py")):
+        others = imported(path) - OURS - sys.stdlib_module_names
+        assert {PARTS.get(name, name) for name in others} <= declared, path
+    assert "pip" in declared  # `models.registry` runs it
