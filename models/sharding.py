@@ -114,8 +114,8 @@ def param_shardings(
     shardings = map_specs(shard, specs)
     if problems:
         raise ShardingError(
-            f"{config.name} cannot be sharded so: {'; '.join(problems)}. Heads can be padded with `pad_heads`; "
-            "leave an axis out of the rules to replicate it"
+            f"{config.name} cannot be sharded so: {'; '.join(problems)}. Take as many devices as divide these; in code of "
+            "your own, heads can be padded with `pad_heads`, and an axis that the rules leave out is replicated"
         )
     return shardings
 
