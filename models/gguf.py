@@ -41,7 +41,9 @@ class GGUFFile:
             try:
                 readers.append(GGUFReader(part))
             except (ValueError, IndexError) as error:
-                raise UnsupportedModelError(f"{part} is not a readable GGUF file: {error}") from error
+                raise UnsupportedModelError(
+                    f"{part} is not a readable GGUF file, or not a whole one ({error}): fetch it again"
+                ) from error
         self._reader = readers[0]
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         count = max(int(self.field("split.count", 1)), 1)

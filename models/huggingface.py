@@ -97,13 +97,15 @@ class HuggingFaceDirectory:
         missing = [name for name in files if not (self.path / name).is_file()]
         if missing:
             raise ModelNotFoundError(
-                f"{self.path} lacks weight files that its index lists: {', '.join(missing)}"
+                f"{self.path} lacks weight files that its index lists: {', '.join(missing)}. Fetch them"
             )
         for name in files:
             try:
                 file = safe_open(self.path / name, framework="np")
             except SafetensorError as error:
-                raise UnsupportedModelError(f"cannot read {self.path / name}: {error}") from error
+                raise UnsupportedModelError(
+                    f"cannot read {self.path / name} ({error}): fetch it again (in a clone by git, with `git lfs pull`)"
+                ) from error
             raw = Bytes(self.path / name)
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 if key in self._files:
@@ -137,9 +139,10 @@ class HuggingFaceDirectory:
             )
         try:
             fast = PreTrainedTokenizerFast.from_pretrained(self.path, clean_up_tokenization_spaces=False)
-        except Exception as error:  # whatever a damaged file makes of the library's code
+        except Exception as error:  # whatever a damaged file makes of the library's code, which names none
             raise UnsupportedModelError(
-                f"{self.path / 'tokenizer.json'} cannot be read ({type(error).__name__}: {error}): fetch it again"
+                f"the tokenizer in {self.path} cannot be read ({type(error).__name__}: {error}): fetch tokenizer.json, "
+                "tokenizer_config.json and special_tokens_map.json again"
             ) from error
         return Tokenizer(fast, self.config.eos_token_ids)
 

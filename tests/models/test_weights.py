@@ -241,8 +241,14 @@ def test_bad_directories(tmp_path):
     with pytest.raises(UnsupportedModelError, match=r"no tokenizer.json"):
         load_model(tmp_path / "m", progress=False)
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"tokenizer.json cannot be read \(KeyError: "):
+    with pytest.raises(
+        UnsupportedModelError, match=r"tokenizer in .* read \(KeyError: .*fetch tokenizer.json"
+    ):
         load_model(tmp_path / "m", progress=False)
+    (tmp_path / "m" / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match=r"read \(JSONDecodeError.*tokenizer_config.json and"):
+        load_model(tmp_path / "m", progress=False)
+    (tmp_path / "m" / "tokenizer_config.json").unlink()
     index = tmp_path / "m" / "model.safetensors.index.json"
     for wrong in ("{}", '{"weight_map": ["a"]}'):
         shutil.copy(index, tmp_path / "index.json")
@@ -251,11 +257,11 @@ def test_bad_directories(tmp_path):
             HuggingFaceDirectory(tmp_path / "m").open()
         shutil.copy(tmp_path / "index.json", index)
     (tmp_path / "m" / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"lacks weight files .*00002-of-00002"):
+    with pytest.raises(ModelNotFoundError, match=r"lacks weight files .*00002-of-00002.*Fetch them"):
         HuggingFaceDirectory(tmp_path / "m").open()
     (tmp_path / "m" / "model-00001-of-00002.safetensors").write_bytes(b"garbage, not a tensor file")
     (tmp_path / "m" / "model.safetensors.index.json").unlink()
-    with pytest.raises(UnsupportedModelError, match="cannot read"):
+    with pytest.raises(UnsupportedModelError, match=r"cannot read .*00001-of-00002.*fetch it again"):
         HuggingFaceDirectory(tmp_path / "m").open()
     (tmp_path / "m" / "generation_config.json").write_text('{"eos_token_id": {"a": 1}}')
     with pytest.raises(UnsupportedModelError, match=r"generation_config.json of m: eos_token_id is {'a': 1}"):
