@@ -84,12 +84,18 @@ class Tokenizer:
     def use_chat_template(self, template: str) -> None:
         """From now on this one, in Jinja, with or without tools. Raises ChatTemplateError for what Jinja cannot read."""
         before, self._fast.chat_template = self._fast.chat_template, template
+        if fault := self.chat_template_fault():
+            self._fast.chat_template = before
+            raise ChatTemplateError(fault)
+
+    def chat_template_fault(self) -> str | None:
+        """What Jinja cannot read in the template, and where; None if it can, or if there is none."""
         try:
             self.render_chat([{"role": "user", "content": "Hello"}])
         except ChatTemplateError as error:  # a template may well reject this conversation
             if isinstance(error.__cause__, TemplateSyntaxError):
-                self._fast.chat_template = before
-                raise ChatTemplateError(f"line {error.__cause__.lineno}: {error.__cause__}") from error
+                return f"line {error.__cause__.lineno}: {error.__cause__}"
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""

@@ -110,6 +110,13 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
             model.tokenizer.use_chat_template(template)
         except ChatTemplateError as error:
             raise ConfigError(f"--chat-template is no Jinja template: {error}. Mend it there") from error
+    elif fault := model.tokenizer.chat_template_fault():
+        log.warning(
+            "The chat template of %s is no Jinja template (%s), so that every chat is refused: fetch it again, or start "
+            "with --chat-template FILE",
+            model.name,
+            fault,
+        )
     return build_engine(config, model, dtype=jnp.dtype(dtype), on_gpu=on_gpu, programs=programs)
 
 

@@ -188,6 +188,18 @@ def test_a_chat_template_is_a_file_or_written_out(tmp_path, monkeypatch):
     assert built.model.tokenizer.render_chat([{"role": "user", "content": "x"}]) == "ä"
 
 
+def test_a_model_whose_own_chat_template_cannot_be_read_is_served_with_a_warning(monkeypatch, caplog):
+    config = tiny_config(num_layers=1)
+    settings = ServeConfig(num_pages=900, max_model_len=128, max_num_seqs=1)
+    for template, said in (("{% if %}", True), ("{{ messages[7].content }}", False)):
+        tokenizer = tiny_tokenizer(chat_template=template)
+        model = LoadedModel(config, random_params(config), tokenizer, "tiny")
+        monkeypatch.setattr("serve.build.load_model", lambda *_, model=model, **__: model)
+        caplog.clear()
+        build(settings)
+        assert ("template of tiny is no Jinja template (line 1: " in caplog.text) == said
+
+
 def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
     config = tiny_config(num_layers=1)
     caplog.set_level("INFO")
