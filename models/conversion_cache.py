@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -28,6 +27,11 @@ from models.sharding import ShardingError, param_shardings, rules_for
 from models.tokenizer import Tokenizer
 
 FORMAT_VERSION = 3  # increase when the parameter tree or the conversion changes
+
+try:
+    import fcntl
+except ImportError:  # there are systems without
+    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +92,9 @@ def _staging(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Holds the lock of a directory, which the end of the process lets go. Raises OSError if another has it."""
+    """Holds the lock of a directory, which the end of the process lets go. Raises OSError if another has it, or none can."""
+    if fcntl is None:
+        raise OSError("this system has no locks of files")
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

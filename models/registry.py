@@ -88,10 +88,7 @@ def platform() -> str:
     """What JAX runs on: "cpu", "gpu" or another. Raises ValueError, with what to do, where it finds no device."""
     try:
         return jax.default_backend()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # the latter for JAX_PLATFORMS=cuda without one, and says nothing
+    except (RuntimeError, AssertionError) as error:  # the latter with JAX_PLATFORMS=cuda, and without a word
         asked = os.environ.get("JAX_PLATFORMS")
         raise ValueError(
             f"JAX finds no device{f' for JAX_PLATFORMS={asked}' if asked else ''}"
@@ -252,7 +249,7 @@ def _load_gguf(fetch: Callable[[], Path], identity: str, name: str, how: _How) -
         conversion_cache.save(entry, config, params, tokenizer)
     except (
         Exception
-    ) as error:  # of a full disk, say, in whose library's words ever; a start without it is only slower
+    ) as error:  # a full disk, in the words of one library or another: starts are slower, no more
         log.warning(
             "The converted model cannot be kept in %s, so that every start converts it: make room there, or set "
             "TANGRAM_CACHE to another directory (%s)",
