@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax._src.compilation_cache import decompress_executable
 
 from models.config import ModelConfig
 from tangram_jax.plan import CachePlan
@@ -55,6 +54,10 @@ def keep_compiled(directory: Path) -> None:
 def _drop_cut_short(directory: Path) -> None:
     """Delete what a killed process or a full disk left half written: JAX would compile that at every start, and never
     write it again. Entries that were there the last time, when this Python looked, are whole."""
+    try:
+        from jax._src.compilation_cache import decompress_executable  # no part of what JAX promises
+    except ImportError:
+        return
     looked = directory / f".looked-through-by-{sys.version_info.major}.{sys.version_info.minor}"
     began = time.time()
     with contextlib.suppress(OSError):
