@@ -247,9 +247,8 @@ def _load_gguf(fetch: Callable[[], Path], identity: str, name: str, how: _How) -
     config, params = _assemble(file, config, "gguf", how)
     try:
         conversion_cache.save(entry, config, params, tokenizer)
-    except (
-        Exception
-    ) as error:  # a full disk, in the words of one library or another: starts are slower, no more
+    except Exception as error:
+        # A full disk, in the words of one library or another: later starts are slower, no more.
         log.warning(
             "The converted model cannot be kept in %s, so that every start converts it: make room there, or set "
             "TANGRAM_CACHE to another directory (%s)",
