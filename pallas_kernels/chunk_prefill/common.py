@@ -21,11 +21,21 @@ class Place(NamedTuple):
     rows_before: Any
 
 
+class Span(NamedTuple):
+    """Rows of a warpgroup that are tokens of one head."""
+
+    row: int  # the first
+    head: int
+    token: int  # in the first row
+    size: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything static."""
 
     group: int
+    tile_positions: int  # tokens of a tile
     head_dim: int
     page: int
     block: int
@@ -38,7 +48,8 @@ class Config:
     scale: float
     soft_cap: float | None
     window: int | None
-    packed: bool  # tiles of queries laid out one after another; else they are loaded from where they lie
+    packed: bool  # heads lie one after another in the rows of all warpgroups
+    laid_out: bool  # queries lie tile after tile; else they are loaded from where they are
     interpreted: bool
     tuning: Tuning
 
@@ -57,6 +68,11 @@ class Config:
         return turn & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(turn, i32(stages))
 
     @property
+    def staged(self) -> int:
+        """Columns of results that go through shared memory at a time: as many as there is room for."""
+        return self.head_dim if self.interpreted else min(self.head_dim, 128)
+
+    @property
     def box(self) -> int:
         """Entries of one load."""
         return min(self.page, self.block)
@@ -66,12 +82,12 @@ class Config:
         return self.block // self.box
 
     # Rows hold queries head by head: row g * positions + t is token t of head g. Packed, that is so for the rows of all
-    # warpgroups together, and where G does not divide them the last ones are empty. Else each warpgroup has some positions
-    # of some heads in its own 64 rows.
+    # warpgroups together, and the last ones may be empty. Else each warpgroup has some positions of some heads in its own
+    # 64 rows.
 
     @property
     def positions(self) -> int:
-        return self.tuning.positions(self.group) if self.packed else max(ROWS // self.group, 8)
+        return self.tile_positions if self.packed else max(ROWS // self.group, 8)
 
     @property
     def heads(self) -> int:
@@ -85,6 +101,16 @@ class Config:
             return Place(wg * self.positions, 0, 0)
         wg, parts = jnp.asarray(wg, i32), i32(self.group // self.heads)
         return Place(lax.div(wg, parts) * self.positions, lax.rem(wg, parts) * self.heads, 0)
+
+    def spans(self, wg: int) -> list[Span]:
+        """The rows of a warpgroup, head by head, counted from `place`; of each the same unless packed."""
+        before = wg * ROWS if self.packed else 0
+        spans = []
+        for head in range(self.heads):
+            start, stop = (min(max(x * self.positions - before, 0), ROWS) for x in (head, head + 1))
+            if start < stop:
+                spans.append(Span(start, head, start + before - head * self.positions, stop - start))
+        return spans
 
     def token(self, row: Any, place: Place) -> Any:
         """The token in a warpgroup's row, counted from `place.position`."""
@@ -100,7 +126,7 @@ class Refs(NamedTuple):
     merges: Any  # i32[L, 1 + K, 3]
     sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
-    q: Any  # [T, K * G, D]; packed [blocks of queries, K, warpgroups, 64, D]
+    q: Any  # [T, K * G, D]; laid out [blocks of queries, K, warpgroups, 64, D]
     k: Any  # [T, K, D]
     v: Any
     pool: Any  # [num_pages, 2, Hp, P, D]
@@ -118,8 +144,8 @@ class Refs(NamedTuple):
     v_full: Any = None
     v_free: Any = None
     turn: Any = None
-    p_s: Any = None  # [warpgroups, 64, block], for the interpreter alone, as the next two
-    out_s: Any = None  # [warpgroups, 64, D]
+    out_s: Any = None  # [warpgroups, 64, `Config.staged`]
+    p_s: Any = None  # [warpgroups, 64, block], for the interpreter alone, as the next
     lse_s: Any = None  # f32[warpgroups, 64]
 
 

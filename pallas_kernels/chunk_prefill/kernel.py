@@ -9,6 +9,7 @@ rest has none.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,8 +18,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.chunk_prefill import device_ops, parts
-from pallas_kernels.chunk_prefill.common import LOG2E, Config, Place, Refs, Tile, f32, i32, rounds_of, tile_of
+from pallas_kernels.chunk_prefill.common import (
+    LOG2E,
+    Config,
+    Place,
+    Refs,
+    Span,
+    Tile,
+    f32,
+    i32,
+    rounds_of,
+    tile_of,
+)
 from pallas_kernels.chunk_prefill.load import load
+from pallas_kernels.chunk_prefill.plan import ALIGN
 from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
 from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.logits import log2_logits
@@ -39,19 +52,20 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         pl.when(wg == wgs)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    simulated = ((wgs, ROWS, cfg.block), dtype), ((wgs, ROWS, cfg.head_dim), dtype), ((wgs, ROWS), f32)
+    simulated = ((wgs, ROWS, cfg.block), dtype), ((wgs, ROWS), f32)
     pl.run_scoped(
         body,
         plgpu.SMEM((wgs, ROWS, cfg.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=wgs * (1 if cfg.packed else cfg.heads)),
-        plgpu.Barrier(num_arrivals=wgs),
+        plgpu.Barrier(num_arrivals=1 if cfg.laid_out else len(cfg.spans(0)), num_barriers=wgs),
+        plgpu.Barrier(num_barriers=wgs),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1 if cfg.fused else 2, num_barriers=wgs),
+        plgpu.SMEM((wgs, ROWS, cfg.staged), dtype, transforms=() if cfg.interpreted else tiled),
         *(plgpu.SMEM(*x) for x in simulated if cfg.interpreted),
         collective_axes="wg",
     )
@@ -79,12 +93,8 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             top = jnp.maximum(m, s.max(axis=1) * factor)
             fade = jnp.exp2(m - top)
             p = jnp.exp2(s * factor - _spread(top, score_shape))
-            if cfg.fused:
-                norm = norm * _spread(fade, norm.shape) + device_ops.fold_columns(
-                    p, interpreted=cfg.interpreted
-                )
-            else:
-                norm = norm * fade + p.sum(axis=1)
+            folded = device_ops.fold_columns(p, interpreted=cfg.interpreted)
+            norm = norm * _spread(fade, norm.shape) + folded
             return p.astype(refs.q.dtype), top, norm, _spread(fade, out_shape)
 
         def in_turn(masked: bool, j: Any, carry: Any) -> Any:
@@ -99,15 +109,13 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             p, m, norm, fade = soften(masked, j, s, m, norm)
             return acc * fade, m, norm, p
 
-        # What threads exchange for the sum of a row's weights costs time where the tensor cores wait for them. Where those
-        # have work meanwhile it does not, and a longer chain of additions does.
-        no_weights = jnp.zeros((ROWS, device_ops.FOLDED) if cfg.fused else (ROWS,), f32)
+        # Each thread sums the weights that it has: what they would exchange for the sums of rows costs time in every block.
         carry: Any = (
             plgpu.layout_cast(jnp.zeros(out_shape, f32), WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), LOW, f32), BY_ROW),
-            plgpu.layout_cast(no_weights, WGMMA if cfg.fused else BY_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS, device_ops.FOLDED), f32), WGMMA),
         )
-        plgpu.barrier_wait(refs.q_full)
+        plgpu.barrier_wait(refs.q_full.at[wg])
         start, one_block = i32(0), in_turn
         if cfg.fused:
             p, m, norm, _ = soften(True, 0, work.scores(0), *carry[1:])
@@ -118,7 +126,8 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
         )
         acc, m, norm, *p = carry
         if cfg.fused:
-            acc, norm = work.weigh(acc, p[0], work.blocks - 1), norm.sum(axis=1)
+            acc = work.weigh(acc, p[0], work.blocks - 1)
+        norm = norm.sum(axis=1)
 
         def write() -> None:
             _write(cfg, refs, wg, (tile.row, tile.end, tile.head), acc, m, norm)
@@ -137,6 +146,8 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
     lax.fori_loop(0, rounds_of(cfg, refs, cta), one_tile, i32(0))
     if cfg.ping_pong and not cfg.fused:
         pl.when(wg == 0)(lambda: meet(cfg, refs))
+    if not (cfg.interpreted or cfg.laid_out):
+        plgpu.wait_smem_to_gmem(0)
     if cfg.cuts:
         parts.merge(cfg, refs, wg, functools.partial(_write, cfg, refs, wg))
 
@@ -144,6 +155,39 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:
     """A value per row, repeated over the columns."""
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _by_span(cfg: Config, wg: Any, do: Callable[[Span], None]) -> None:
+    """`do` with each span of the warpgroup."""
+
+    def all_of(w: int) -> None:
+        for span in cfg.spans(w):
+            do(span)
+
+    if not cfg.packed:
+        all_of(0)
+        return
+    for w in range(cfg.tuning.warpgroups):
+        pl.when(wg == w)(functools.partial(all_of, w))
+
+
+def _store_whole(cfg: Config, refs: Refs, wg: Any, row: Any, column: Any, out: Any) -> None:
+    """Stores a warpgroup's rows, all of which are tokens of the request, by TMA."""
+    # Adds nothing, which the compiler does not know: registers for addresses that it could work out once for all tiles would
+    # be missing in the loops over blocks.
+    staged = refs.out_s.at[wg + jnp.minimum(row, 0)]
+    for start in range(0, cfg.head_dim, cfg.staged):
+        columns = pl.ds(start, cfg.staged)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = out[:, start : start + cfg.staged]
+        plgpu.commit_smem()
+
+        def copy(span: Span, columns: Any = columns) -> None:
+            rows = staged.at[pl.ds(span.row, span.size)]
+            there = pl.ds(pl.multiple_of(row + span.token, ALIGN), span.size)
+            plgpu.copy_smem_to_gmem(rows, refs.out.at[there, column + span.head, columns])
+
+        _by_span(cfg, wg, copy)
 
 
 def _visible(cfg: Config, tile: Tile, j: Any, place: Place, first: Any) -> Any:
@@ -183,46 +227,43 @@ def _write(
     position, head, rows_before = cfg.place(wg)
     row, column = tile_row + position, tile_head * cfg.group + head
     there = end - row  # positions that are
-    out = acc * _spread(1.0 / norm, acc.shape)
+    out = (acc * _spread(1.0 / norm, acc.shape)).astype(refs.out.dtype)
     lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
         rows = device_ops.TileRows(cfg.positions, cfg.heads)
         at = row, column, there, i32(rows_before)
         if part is None:
-            device_ops.store_rows(out.astype(refs.out.dtype), refs.out, *at, rows)
+            store = functools.partial(device_ops.store_rows, out, refs.out, *at, rows)
             device_ops.store_values(lse, refs.lse, *at, rows)
+            if cfg.laid_out:
+                store()
+                return
+            # Threads store 16 bytes of a row at a time, and wait for each other: only what TMA does not know the end of.
+            whole = there >= cfg.positions
+            pl.when(whole)(functools.partial(_store_whole, cfg, refs, wg, row, column, out))
+            pl.when(jnp.logical_not(whole))(store)
             return
         first, start = part
         columns = refs.out.at[:, :, pl.ds(start, acc.shape[1])]
-        device_ops.store_rows(out.astype(refs.out.dtype), columns, *at, rows)
+        device_ops.store_rows(out, columns, *at, rows)
         pl.when(first)(lambda: device_ops.store_values(lse, refs.lse, *at, rows))
         return
     refs.lse_s.at[wg][...] = lse
     staged = refs.out_s.at[wg]
-    staged[...] = out.astype(refs.out.dtype)
+    staged[...] = out
     plgpu.commit_smem()
 
     def copy(r: int, g: int, t: int, count: int) -> None:
         plgpu.copy_smem_to_gmem(staged.at[pl.ds(r, count)], refs.out.at[pl.ds(row + t, count), column + g])
         refs.lse.at[pl.ds(row + t, count), column + g][...] = refs.lse_s.at[wg, pl.ds(r, count)][...]
 
-    def copy_heads(skipped: int) -> None:
-        for g in range(cfg.heads):
-            # The head's rows among those of the warpgroup, and the token in the first of them.
-            start, stop = (min(max(x * cfg.positions - skipped, 0), ROWS) for x in (g, g + 1))
-            if start == stop:
-                continue
-            at = start + skipped - g * cfg.positions
-            whole = there >= at + stop - start
-            pl.when(whole)(functools.partial(copy, start, g, at, stop - start))
-            for n in range(stop - start):
-                pl.when((at + n < there) & jnp.logical_not(whole))(
-                    functools.partial(copy, start + n, g, at + n, 1)
-                )
+    def copy_span(span: Span) -> None:
+        start, head, token, size = span
+        whole = there >= token + size
+        pl.when(whole)(functools.partial(copy, start, head, token, size))
+        for n in range(size):
+            held = (token + n < there) & jnp.logical_not(whole)
+            pl.when(held)(functools.partial(copy, start + n, head, token + n, 1))
 
-    if cfg.packed:
-        for w in range(cfg.tuning.warpgroups):
-            pl.when(wg == w)(functools.partial(copy_heads, w * ROWS))
-    else:
-        copy_heads(0)
+    _by_span(cfg, wg, copy_span)
     plgpu.wait_smem_to_gmem(0)

@@ -1,5 +1,6 @@
 """The loading warpgroup of the chunk prefill kernel."""
 
+import functools
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -48,16 +49,16 @@ def load(cfg: Config, refs: Refs) -> None:
                 plgpu.copy_gmem_to_smem(src, smem.at[slot, pl.ds(u * cfg.box, cfg.box)], full.at[slot])
 
     def load_queries(tile: Tile, w: int) -> None:
-        if cfg.packed:
+        full = refs.q_full.at[w]
+        if cfg.laid_out:
             block = lax.rem(tile.part, i32(cfg.stride))
-            plgpu.copy_gmem_to_smem(refs.q.at[block, tile.head, w], refs.q_s.at[w], refs.q_full)
+            plgpu.copy_gmem_to_smem(refs.q.at[block, tile.head, w], refs.q_s.at[w], full)
             return
         position, head, _ = cfg.place(w)
-        row = pl.multiple_of(tile.row + position, P.ALIGN)
-        for g in range(cfg.heads):
-            src = refs.q.at[pl.ds(row, cfg.positions), tile.head * cfg.group + head + g]
-            dst = refs.q_s.at[w, pl.ds(g * cfg.positions, cfg.positions)]
-            plgpu.copy_gmem_to_smem(src, dst, refs.q_full)
+        for span in cfg.spans(w):
+            there = pl.ds(pl.multiple_of(tile.row + position + span.token, P.ALIGN), span.size)
+            src = refs.q.at[there, tile.head * cfg.group + head + span.head]
+            plgpu.copy_gmem_to_smem(src, refs.q_s.at[w, pl.ds(span.row, span.size)], full)
 
     def one_tile(n: Any, carry: Any) -> Any:
         done, *tile = carry
@@ -77,11 +78,8 @@ def load(cfg: Config, refs: Refs) -> None:
 
             @pl.when(j == 0)
             def _() -> None:
-                @pl.when(n > 0)
-                def _() -> None:
-                    plgpu.barrier_wait(refs.q_free)
-
                 for w in range(cfg.tuning.warpgroups):
+                    pl.when(n > 0)(functools.partial(plgpu.barrier_wait, refs.q_free.at[w]))
                     load_queries(tile, w)
 
             @pl.when(done + j >= stages)
@@ -97,7 +95,8 @@ def load(cfg: Config, refs: Refs) -> None:
     rounds = rounds_of(cfg, refs, cta)
     done, *_ = lax.fori_loop(0, rounds, one_tile, (i32(0), *tile_of(cfg, refs, cta, i32(0))))
     if cfg.interpreted:  # it wants every completion of a barrier to be seen
-        pl.when(rounds > 0)(lambda: plgpu.barrier_wait(refs.q_free))
+        for w in range(cfg.tuning.warpgroups):
+            pl.when(rounds > 0)(functools.partial(plgpu.barrier_wait, refs.q_free.at[w]))
         for slot in range(cfg.tuning.stages):
 
             @pl.when(done > slot)

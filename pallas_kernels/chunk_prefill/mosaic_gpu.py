@@ -44,9 +44,10 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
     tokens, heads, group, head_dim = q.shape
     more = -tokens % ALIGN
-    packed = tuning.packed(group)
-    if packed:
-        rows = _packed(q, plan, tuning)
+    across = ROWS % group != 0
+    laid_out = plan.positions % ALIGN != 0 or (across and group > ALIGN)
+    if laid_out:
+        rows = _laid_out(q, plan, tuning)
     else:
         rows = jnp.pad(q.reshape(tokens, heads * group, head_dim), ((0, more), (0, 0), (0, 0)))
     k, v = (jnp.pad(x, ((0, -len(x) % ALIGN), (0, 0), (0, 0))) for x in (k, v))
@@ -54,6 +55,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.stride * heads, num_ctas)
     config = Config(
         group=group,
+        tile_positions=plan.positions,
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
@@ -66,7 +68,8 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         scale=scale,
         soft_cap=soft_cap,
         window=plan.window,
-        packed=packed,
+        packed=across or laid_out,
+        laid_out=laid_out,
         interpreted=interpret is not None,
         tuning=tuning,
     )
@@ -106,7 +109,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     return out[:tokens].reshape(q.shape), lse[:tokens].reshape(q.shape[:3])
 
 
-def _packed(q: jax.Array, plan: ChunkPlan, tuning: Tuning) -> jax.Array:
+def _laid_out(q: jax.Array, plan: ChunkPlan, tuning: Tuning) -> jax.Array:
     """[blocks of queries, K, warpgroups, 64, D]: each tile's rows, query head by query head, from q [T, K, G, D]."""
     _, heads, group, head_dim = q.shape
     at = plan.block_rows[:, None] + jnp.arange(plan.positions)

@@ -44,7 +44,7 @@ class Products(NamedTuple):
 
     def release_keys(self, j: Any) -> None:
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(j)])
-        pl.when(j == self.blocks - 1)(lambda: plgpu.barrier_arrive(self.refs.q_free))
+        pl.when(j == self.blocks - 1)(lambda: plgpu.barrier_arrive(self.refs.q_free.at[self.wg]))
 
     def release_values(self, j: Any) -> None:
         plgpu.barrier_arrive(self.refs.v_free.at[self.slot(j)])

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.chunk_prefill.plan import ALIGN
 from pallas_kernels.support import num_sms, record_for
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
@@ -41,13 +42,22 @@ class Tuning:
         """CTAs of a call: one per SM unless told otherwise."""
         return num_sms() if self.num_ctas is None else self.num_ctas
 
-    def positions(self, group: int) -> int:
-        """Tokens of one tile, for G query heads per KV head. A few rows stay empty where G does not divide them."""
-        return self.warpgroups * ROWS // group
+    def positions(self, tokens: int, kv_heads: int, group: int) -> int:
+        """Tokens of one tile of a chunk, for G query heads per KV head. A few rows stay empty where G does not divide them.
 
-    def packed(self, group: int) -> bool:
-        """Whether queries are laid out tile by tile beforehand: unless each head's rows are some eights, as loads are."""
-        return ROWS % group != 0 or self.positions(group) % 8 != 0
+        Some eights of them, as loads take, if that leaves no more than eight rows empty, each warpgroup has as many loads,
+        and the CTAs have as many tiles.
+        """
+        rows = self.warpgroups * ROWS
+        most = rows // group
+        eights = most // ALIGN * ALIGN
+        if group > ALIGN or eights * group < rows - ALIGN:
+            return most
+
+        def rounds(positions: int) -> int:
+            return -(-(-(-tokens // positions) * kv_heads) // self.ctas())
+
+        return eights if rounds(eights) == rounds(most) else most
 
 
 TUNING = {

@@ -124,6 +124,23 @@ def test_plan_names_every_block_once(group, given, window, behind):
         assert (np.diff(rows[:, P.MASKED] + rows[:, P.FREE]) <= 0).all()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "group", "positions"),
+    [
+        (512, 4, 32),
+        (512, 16, 8),
+        (512, 3, 40),  # of 42, so that loads take queries where they are
+        (512, 5, 24),
+        (2048, 3, 42),  # four rounds of tiles for three
+        (2048, 5, 25),
+        (512, 6, 21),  # 16 would leave a quarter of the rows empty
+        (512, 15, 8),
+    ],
+)
+def test_tokens_of_a_tile(tokens, group, positions):
+    assert cp.Tuning(num_ctas=132).positions(tokens, 8, group) == positions
+
+
 def test_plan_without_a_sort_is_the_sorted_one():
     lengths = jnp.asarray([[70, 0, 129, 5000, 5000, 128, 1, 777]])
     how = {"q_shape": (2048, 8, 4, 128), "page_size": 64, "window": 300}
@@ -208,6 +225,12 @@ def test_requests_in_the_interpreter():
 
 def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
+
+
+def test_queries_laid_out_in_the_interpreter():
+    case, tuning = make_case([[70]], 50, group=5, head_dim=64), cp.Tuning(num_ctas=1)
+    assert tuning.positions(50, 1, 5) == 25  # three tiles of 24 for two
+    check_interpreted(case, tuning)
 
 
 @pytest.mark.parametrize(("group", "behind"), [(4, 5), (5, 99)])

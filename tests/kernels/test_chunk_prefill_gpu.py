@@ -1,5 +1,7 @@
 """Chunk prefill on a Hopper GPU: the kernel over the grid of features, against float64 NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,11 @@ def test_pages(head_dim, page_size):
 @pytest.mark.parametrize("group", range(1, 17))
 def test_groups(group):
     check(make_case(RAGGED, TOKENS, group=group, page_size=64, **REQUESTS))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(378, 3), (375, 5)])
+def test_groups_whose_queries_are_laid_out(tokens, group):
+    check(make_case([[1000]], tokens, group=group, page_size=64), dataclasses.replace(cp.DEFAULT, num_ctas=1))
 
 
 @pytest.mark.parametrize("tokens", [1, 77, 128, 1000])
