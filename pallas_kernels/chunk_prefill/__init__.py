@@ -98,7 +98,7 @@ def plan_chunk(
 ) -> ChunkPlan:
     """See `plan.plan_chunk`; the sizes of tiles and steps follow from q_shape (T, K, G, D) and the tuning."""
     tokens, kv_heads, group, head_dim = q_shape
-    tuning = tuning or tuning_for()
+    tuning = (tuning or tuning_for()).for_chunk(*q_shape)
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, num_layers=num_layers,

@@ -59,7 +59,7 @@ class Config:
 
     @property
     def ping_pong(self) -> bool:
-        return (self.tuning.warpgroups == 2 or self.fused) and self.tuning.ping_pong and not self.interpreted
+        return self.tuning.ping_pong and not self.interpreted
 
     def slot(self, turn: Any) -> Any:
         """Where the keys and values of a CTA's n-th block lie."""

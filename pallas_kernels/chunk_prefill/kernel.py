@@ -32,7 +32,7 @@ from pallas_kernels.chunk_prefill.common import (
 )
 from pallas_kernels.chunk_prefill.load import load
 from pallas_kernels.chunk_prefill.plan import ALIGN
-from pallas_kernels.chunk_prefill.products import WGMMA, Products, meet
+from pallas_kernels.chunk_prefill.products import WGMMA, Products
 from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.logits import log2_logits
 from pallas_kernels.pieces import LOW
@@ -64,7 +64,7 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=1 if cfg.fused else 2, num_barriers=wgs),
+        plgpu.Barrier(num_barriers=wgs),
         plgpu.SMEM((wgs, ROWS, cfg.staged), dtype, transforms=() if cfg.interpreted else tiled),
         *(plgpu.SMEM(*x) for x in simulated if cfg.interpreted),
         collective_axes="wg",
@@ -139,13 +139,9 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             write()
         return done + work.blocks
 
-    if cfg.ping_pong and cfg.fused:
+    if cfg.ping_pong:
         pl.when(wg == 0)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
-    if cfg.ping_pong and not cfg.fused:
-        pl.when(wg == 1)(lambda: meet(cfg, refs))
     lax.fori_loop(0, rounds_of(cfg, refs, cta), one_tile, i32(0))
-    if cfg.ping_pong and not cfg.fused:
-        pl.when(wg == 0)(lambda: meet(cfg, refs))
     if not (cfg.interpreted or cfg.laid_out):
         plgpu.wait_smem_to_gmem(0)
     if cfg.cuts:

@@ -34,7 +34,8 @@ def chunk_prefill_mosaic_gpu(
     """
     return _call(
         q, k, v, pool, plan,
-        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning, interpret=interpret,
+        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning.for_chunk(*q.shape),
+        interpret=interpret,
     )  # fmt: skip
 
 

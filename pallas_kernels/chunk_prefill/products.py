@@ -13,15 +13,6 @@ from pallas_kernels.chunk_prefill.tuning import ROWS
 WGMMA = plgpu.Layout.WGMMA
 
 
-def meet(cfg: Config, refs: Refs, part: str = "both") -> None:
-    """Two warpgroups meet twice a block, one half a block ahead: one's softmax runs while the other has the tensor cores."""
-    if cfg.ping_pong and not cfg.fused:
-        if part != "wait":
-            plgpu.barrier_arrive(refs.turn.at[0])
-        if part != "arrive":
-            plgpu.barrier_wait(refs.turn.at[0])
-
-
 class Products(NamedTuple):
     """The matrix products of one warpgroup over the blocks of one tile; the loads before them have `done` blocks."""
 
@@ -50,23 +41,23 @@ class Products(NamedTuple):
         plgpu.barrier_arrive(self.refs.v_free.at[self.slot(j)])
 
     def take_turn(self) -> None:
-        if self.cfg.ping_pong and self.cfg.fused:
+        """Waits until the tensor cores are this warpgroup's, whose softmax the others' products run beside."""
+        if self.cfg.ping_pong:
             plgpu.barrier_wait(self.refs.turn.at[self.wg])
 
     def pass_turn(self) -> None:
-        if self.cfg.ping_pong and self.cfg.fused:
+        if self.cfg.ping_pong:
             after = lax.rem(self.wg + 1, i32(self.cfg.tuning.warpgroups))
             plgpu.barrier_arrive(self.refs.turn.at[after])
 
     def scores(self, j: Any) -> Any:
-        """Raw products of the queries with block j's keys, f32[64, block]."""
+        """Raw products of the queries with block j's keys, f32[64, block]; ends the turn, begun by `weigh` unless j is 0."""
         k = self.keys(j)
-        self.take_turn()
+        pl.when(j == 0)(self.take_turn)
 
         def run(ref: Any) -> Any:
             plgpu.wgmma(ref, self.refs.q_s.at[self.wg], k)
             self.pass_turn()
-            meet(self.cfg, self.refs)
             return ref[...]
 
         s = pl.run_scoped(run, plgpu.ACC((ROWS, self.cfg.block), f32))
@@ -74,10 +65,10 @@ class Products(NamedTuple):
         return s
 
     def weigh(self, acc: Any, p: Any, j: Any) -> Any:
-        """acc plus the product of weights with block j's values."""
-        meet(self.cfg, self.refs, "arrive")
+        """acc plus the product of weights with block j's values; the turn goes on to the next block's `scores`, if any."""
         v = self.values(j)
-        meet(self.cfg, self.refs, "wait")
+        if not self.cfg.fused:
+            self.take_turn()
         if self.cfg.interpreted:
             # It takes operands from shared memory alone, and no accumulator that exists already.
             self.refs.p_s.at[self.wg][...] = p
@@ -90,6 +81,8 @@ class Products(NamedTuple):
             acc = acc + pl.run_scoped(run, plgpu.ACC(acc.shape, f32))
         else:
             acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))
+        if not self.cfg.fused:
+            pl.when(j == self.blocks - 1)(self.pass_turn)
         self.release_values(j)
         return acc
 

@@ -15,16 +15,37 @@ class Tuning:
     """What depends on the chip."""
 
     warpgroups: int = 2  # computing ones, 64 rows each
+    # Heads of 64 leave registers for so many; a tile of theirs then takes so much longer than one of `warpgroups`.
+    most_warpgroups: int = 3
+    larger_tile: float = 1.31
     tile_bytes: int = 32768  # keys (or values) of one step; the entries follow from the head dimension
     stages: int = 2  # blocks of keys in flight, and as many of values
-    ping_pong: bool = True  # one warpgroup's softmax while another's products run
+    ping_pong: bool = True  # one warpgroup's softmax while another's products run: they take turns
     # From this head dimension on, a block's product with values and the next one's with keys are in flight together.
     fused_from: int = 256
     merge_columns: tuple[int, int] = (16, 64)  # least and most of `columns`
     merge_elements: int = 128  # of a row, read at a time from the results of pieces
     num_ctas: int | None = None  # one per SM by default
-    load_registers: int = 40
-    compute_registers: int = 232
+    load_registers: int = 40  # of a thread
+
+    @property
+    def compute_registers(self) -> int:
+        """Of a thread: what a multiprocessor's threads have together by default, but for the loading ones'."""
+        by_default = 512 // (self.warpgroups + 1) // 8 * 8
+        return (by_default * (self.warpgroups + 1) - self.load_registers) // self.warpgroups // 8 * 8
+
+    def for_chunk(self, tokens: int, kv_heads: int, group: int, head_dim: int) -> "Tuning":
+        """With more warpgroups where they pay."""
+        if head_dim > 64 or group > ALIGN or self.warpgroups >= self.most_warpgroups:
+            return self
+        more = dataclasses.replace(self, warpgroups=self.most_warpgroups, load_registers=32)
+        shape = tokens, kv_heads, group
+        return more if more.rounds(*shape) * self.larger_tile < self.rounds(*shape) else self
+
+    def rounds(self, tokens: int, kv_heads: int, group: int, positions: int | None = None) -> int:
+        """Tiles of the CTA that has most, each of `positions` tokens."""
+        positions = positions or self.positions(tokens, kv_heads, group)
+        return -(-(-(-tokens // positions) * kv_heads) // self.ctas())
 
     def block(self, head_dim: int) -> int:
         """Entries of one step."""
@@ -53,11 +74,8 @@ class Tuning:
         eights = most // ALIGN * ALIGN
         if group > ALIGN or eights * group < rows - ALIGN:
             return most
-
-        def rounds(positions: int) -> int:
-            return -(-(-(-tokens // positions) * kv_heads) // self.ctas())
-
-        return eights if rounds(eights) == rounds(most) else most
+        shape = tokens, kv_heads, group
+        return eights if self.rounds(*shape, eights) == self.rounds(*shape, most) else most
 
 
 TUNING = {

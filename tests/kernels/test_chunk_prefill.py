@@ -141,6 +141,26 @@ def test_tokens_of_a_tile(tokens, group, positions):
     assert cp.Tuning(num_ctas=132).positions(tokens, 8, group) == positions
 
 
+@pytest.mark.parametrize(
+    ("tokens", "group", "head_dim", "warpgroups"),
+    [
+        (8192, 8, 64, 3),
+        (2048, 8, 64, 3),
+        (512, 8, 64, 2),
+        (8192, 16, 64, 2),
+        (8192, 8, 128, 2),
+        (8192, 2, 256, 2),
+    ],
+)
+def test_warpgroups_of_a_chunk(tokens, group, head_dim, warpgroups):
+    shape = tokens, 8, group, head_dim
+    tuning = cp.Tuning(num_ctas=132).for_chunk(*shape)
+    assert tuning.warpgroups == warpgroups
+    assert tuning.for_chunk(*shape) == tuning
+    threads = 128 * (warpgroups * tuning.compute_registers + tuning.load_registers)
+    assert threads <= 65536 // (128 * (warpgroups + 1)) // 8 * 8 * 128 * (warpgroups + 1)
+
+
 def test_plan_without_a_sort_is_the_sorted_one():
     lengths = jnp.asarray([[70, 0, 129, 5000, 5000, 128, 1, 777]])
     how = {"q_shape": (2048, 8, 4, 128), "page_size": 64, "window": 300}
@@ -227,8 +247,15 @@ def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
 
 
+@pytest.mark.parametrize("group", [3, 4, 7])
+def test_three_warpgroups_in_the_interpreter(group):
+    case, tuning = make_case([[70]], 100, group=group, head_dim=64), cp.Tuning(num_ctas=1, larger_tile=1.0)
+    assert tuning.for_chunk(100, 1, group, 64).warpgroups == 3
+    check_interpreted(case, tuning)
+
+
 def test_queries_laid_out_in_the_interpreter():
-    case, tuning = make_case([[70]], 50, group=5, head_dim=64), cp.Tuning(num_ctas=1)
+    case, tuning = make_case([[70]], 50, group=5, head_dim=64), cp.Tuning(num_ctas=1, most_warpgroups=2)
     assert tuning.positions(50, 1, 5) == 25  # three tiles of 24 for two
     check_interpreted(case, tuning)
 

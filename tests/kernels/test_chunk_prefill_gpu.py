@@ -70,6 +70,17 @@ def test_groups_whose_queries_are_laid_out(tokens, group):
     check(make_case([[1000]], tokens, group=group, page_size=64), dataclasses.replace(cp.DEFAULT, num_ctas=1))
 
 
+@pytest.mark.parametrize("window", [None, 50], ids=str)
+@pytest.mark.parametrize("group", range(1, 9))
+def test_three_warpgroups(group, window):
+    tuning = dataclasses.replace(cp.DEFAULT, larger_tile=0.0)
+    check(
+        make_case(RAGGED, TOKENS, group=group, head_dim=64, page_size=64, window=window, **REQUESTS), tuning
+    )
+    if window is None:  # one request, whose history is cut
+        check(make_case([[9000, 0]], 64, group=group, head_dim=64, page_size=64), tuning)
+
+
 @pytest.mark.parametrize("tokens", [1, 77, 128, 1000])
 def test_one_request_of_any_length(tokens):
     check(make_case([[1500, 0, 37]], tokens, page_size=64))
