@@ -57,10 +57,6 @@ class Config:
     def fused(self) -> bool:
         return self.head_dim >= self.tuning.fused_from
 
-    @property
-    def ping_pong(self) -> bool:
-        return self.tuning.ping_pong and not self.interpreted
-
     def slot(self, turn: Any) -> Any:
         """Where the keys and values of a CTA's n-th block lie."""
         stages = self.tuning.stages

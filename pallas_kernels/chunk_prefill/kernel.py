@@ -139,9 +139,11 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             write()
         return done + work.blocks
 
-    if cfg.ping_pong:
+    if cfg.tuning.ping_pong:
         pl.when(wg == 0)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
     lax.fori_loop(0, rounds_of(cfg, refs, cta), one_tile, i32(0))
+    if cfg.tuning.ping_pong and cfg.interpreted:  # it wants every completion of a barrier to be seen
+        pl.when(wg == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
     if not (cfg.interpreted or cfg.laid_out):
         plgpu.wait_smem_to_gmem(0)
     if cfg.cuts:

@@ -42,11 +42,11 @@ class Products(NamedTuple):
 
     def take_turn(self) -> None:
         """Waits until the tensor cores are this warpgroup's, whose softmax the others' products run beside."""
-        if self.cfg.ping_pong:
+        if self.cfg.tuning.ping_pong:
             plgpu.barrier_wait(self.refs.turn.at[self.wg])
 
     def pass_turn(self) -> None:
-        if self.cfg.ping_pong:
+        if self.cfg.tuning.ping_pong:
             after = lax.rem(self.wg + 1, i32(self.cfg.tuning.warpgroups))
             plgpu.barrier_arrive(self.refs.turn.at[after])
 
@@ -89,6 +89,7 @@ class Products(NamedTuple):
     def weigh_and_score(self, acc: Any, p: Any, j: Any) -> tuple[Any, Any]:
         """`weigh` of block j - 1 and `scores` of block j, in flight together."""
         if self.cfg.interpreted:
+            self.take_turn()
             return self.weigh(acc, p, j - 1), self.scores(j)
         k = self.keys(j)
 

@@ -272,11 +272,12 @@ def test_keys_before_those_of_requests_in_the_interpreter():
     check_interpreted(make_case([[0], [5]], 56, group=5, head_dim=64, window=41, **requests))
 
 
-def test_pieces_of_a_history_in_the_interpreter(monkeypatch):
+@pytest.mark.parametrize("larger_tile", [1.31, 0.0])  # with two and three warpgroups
+def test_pieces_of_a_history_in_the_interpreter(monkeypatch, larger_tile):
     monkeypatch.setattr(P, "MIN_PIECE", 1)
     monkeypatch.setattr(P, "CUT_FROM", 1)
     case = make_case([[400, 9]], 16, group=7, head_dim=64, page_size=64)
-    tuning = cp.Tuning(num_ctas=1)
+    tuning = cp.Tuning(num_ctas=1, larger_tile=larger_tile)
     assert (plan_of(case, tuning).tiles[..., P.PIECES] == 3).any()
     check_interpreted(case, tuning)
 
