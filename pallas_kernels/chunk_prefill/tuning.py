@@ -67,7 +67,7 @@ class Tuning:
         """Tokens of one tile of a chunk, for G query heads per KV head. A few rows stay empty where G does not divide them.
 
         Some eights of them, as loads take, if that leaves no more than eight rows empty, each warpgroup has as many loads,
-        and the CTAs have as many tiles.
+        and a CTA no more tiles, or a twentieth: so much is what laying queries out takes of a chunk without history.
         """
         rows = self.warpgroups * ROWS
         most = rows // group
@@ -75,7 +75,7 @@ class Tuning:
         if group > ALIGN or eights * group < rows - ALIGN:
             return most
         shape = tokens, kv_heads, group
-        return eights if self.rounds(*shape, eights) == self.rounds(*shape, most) else most
+        return eights if self.rounds(*shape, eights) * 20 <= self.rounds(*shape, most) * 21 else most
 
 
 TUNING = {

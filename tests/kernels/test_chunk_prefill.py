@@ -133,6 +133,7 @@ def test_plan_names_every_block_once(group, given, window, behind):
         (512, 5, 24),
         (2048, 3, 42),  # four rounds of tiles for three
         (2048, 5, 25),
+        (8192, 5, 24),  # 21 rounds for 20
         (512, 6, 21),  # 16 would leave a quarter of the rows empty
         (512, 15, 8),
     ],
