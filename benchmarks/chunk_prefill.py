@@ -12,7 +12,7 @@ Gemma 3 and GPT-OSS that have one), requests (eight chunks of 256 in one call), 
 A chunk of T queries over a history of `context` tokens of which each KV head keeps its share (`retention`; below 1 lognormal
 over the heads, sigma 0.8, every head a group of its own, pages of 64 in random order), and over itself, causally. Times are
 those of all kernels of a call, from the profiler: "us" ours ("kernel"), with a layer's part of the plan of the tiles, which
-is made for 32 layers at once ("plan"), and the laying out of queries whose group does not divide 64 rows ("layout").
+is made for 32 layers at once ("plan"), and the laying out of queries whose group needs it ("layout").
 
 * "gather": pages gathered at once in bfloat16, cuDNN with a KV head per batch row, merged by log-sum-exp with the chunk's
   own part; "of it cudnn": its cuDNN kernels alone, what it would take if gathering and merging were for nothing;

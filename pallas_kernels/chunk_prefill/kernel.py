@@ -6,6 +6,9 @@ pool where they are history and in boxes of the same size from the chunk where t
 computing ones, across tiles too. History and chunk go through one running softmax, so nothing is gathered, and nothing
 merged but the results of histories that were cut (`parts.py`). Blocks that need a mask come first; the long loop over the
 rest has none.
+
+A warpgroup's block is one chain, of which the products are less than half: so the warpgroups take turns at the tensor cores,
+and the softmax of the others runs meanwhile (`products.py`).
 """
 
 import functools
