@@ -74,20 +74,20 @@ def _quiet_absl() -> Any:
 
 
 @contextlib.contextmanager
-def _staging(path: Path) -> Iterator[Path]:
+def staging(path: Path) -> Iterator[Path]:
     """A directory beside `path`, locked and gone at the end. Those of processes that were killed go first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(".*"):
         with contextlib.suppress(OSError), _locked(left):
             shutil.rmtree(left, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # some file systems have no locks
-                stack.enter_context(_locked(staging))
-            yield staging
+                stack.enter_context(_locked(folder))
+            yield folder
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -108,16 +108,16 @@ def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) 
 
     Raises OSError where there is no room, and whatever Orbax makes of a disk that fills up meanwhile.
     """
-    with _staging(path) as staging:
+    with staging(path) as folder:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        if (free := shutil.disk_usage(staging).free) < size:
+        if (free := shutil.disk_usage(folder).free) < size:
             raise OSError(errno.ENOSPC, f"it takes {size / 2**20:,.0f} MiB, {free / 2**20:,.0f} are free")
         with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
-            checkpointer.save(staging / "params", params)
-        tokenizer.save(str(staging / "tokenizer"))
-        (staging / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+            checkpointer.save(folder / "params", params)
+        tokenizer.save(str(folder / "tokenizer"))
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         try:
-            staging.rename(path)
+            folder.rename(path)
         except OSError:  # another process was first
             if not path.is_dir():
                 raise

