@@ -56,6 +56,7 @@ def chunk_prefill(
 
     Raises:
       NotImplementedError: naming what the kernel does not support; `chunk_prefill_reference` takes the same arguments.
+      ValueError: if the plan is of other queries or another tuning.
     """
     check_supported(q.shape, q.dtype, pool.shape, pool.dtype)
     from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu

@@ -32,10 +32,14 @@ def chunk_prefill_mosaic_gpu(
 
     The interpreter has no counters: it takes cut histories with one CTA alone.
     """
+    tuning = tuning.for_chunk(*q.shape)
+    if plan.positions != tuning.positions(*q.shape[:3]):
+        raise ValueError(
+            f"the plan is not one of queries {q.shape}: give `plan_chunk` that q_shape, and the same tuning"
+        )
     return _call(
         q, k, v, pool, plan,
-        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning.for_chunk(*q.shape),
-        interpret=interpret,
+        scale=float(scale), soft_cap=None if soft_cap is None else float(soft_cap), tuning=tuning, interpret=interpret,
     )  # fmt: skip
 
 

@@ -255,6 +255,14 @@ def test_three_warpgroups_in_the_interpreter(group):
     check_interpreted(case, tuning)
 
 
+def test_a_plan_of_other_queries_is_refused():
+    tuning = cp.Tuning(num_ctas=1, larger_tile=1.0)
+    plan = plan_of(make_case([[70]], 16, group=4, head_dim=64), tuning)  # of two warpgroups
+    case = make_case([[70]], 100, group=4, head_dim=64)
+    with pytest.raises(ValueError, match=r"not one of queries \(100, 1, 4, 64\)"):
+        chunk_prefill_mosaic_gpu(case.q, case.k, case.v, case.pool, plan, scale=1.0, tuning=tuning)
+
+
 def test_queries_laid_out_in_the_interpreter():
     case, tuning = make_case([[70]], 50, group=5, head_dim=64), cp.Tuning(num_ctas=1, most_warpgroups=2)
     assert tuning.positions(50, 1, 5) == 25  # three tiles of 24 for two
