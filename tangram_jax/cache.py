@@ -107,7 +107,12 @@ class Row(NamedTuple):
 
 
 def whole(name: str, numbers: Any) -> jax.Array:
-    """`numbers` in int32, as others may overflow in what is counted with them. Raises TypeError where they are not whole."""
+    """`numbers` in int32, as others may overflow in what is counted with them. Raises TypeError where they are not whole.
+
+    Those of NumPy that int32 does not hold become its least or largest, and not others that it holds.
+    """
+    if isinstance(numbers, np.ndarray | np.integer) and numbers.dtype.itemsize > 4 and numbers.dtype.kind in "iu":
+        numbers = np.clip(numbers, -(2**31), 2**31 - 1).astype(np.int32)
     numbers = jnp.asarray(numbers)
     if numbers.dtype == bool:
         raise TypeError(f"{name} are numbers, got a mask: write np.flatnonzero(mask)")

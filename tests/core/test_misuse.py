@@ -209,6 +209,14 @@ def test_tokens_beyond_the_vocabulary(token):
     tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, chunk_of(1, wrong, 1), None)
 
 
+@pytest.mark.parametrize(("token", "seen"), [(2**32 + 5, 2**31 - 1), (-(2**32) + 5, -(2**31))])
+def test_tokens_beyond_int32(token, seen):
+    """That of their lower half was taken."""
+    plan = plan_of("1.0", 2, 8)
+    with pytest.raises(ValueError, match=f"token {seen} {BEYOND}"):
+        tj.step(PARAMS, CONFIG, plan, SNAPKV, new_cache(plan), tj.Chunk(1, np.array([5, token]), 2), None)
+
+
 @pytest.mark.parametrize("scorer", ["snapkv", None, tj.scorers.SnapKV])
 def test_what_is_no_scorer(scorer):
     plan = plan_of("1.0", 2, 8)
