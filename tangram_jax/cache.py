@@ -111,7 +111,11 @@ def whole(name: str, numbers: Any) -> jax.Array:
 
     Those of NumPy that int32 does not hold become its least or largest, and not others that it holds.
     """
-    if isinstance(numbers, np.ndarray | np.integer) and numbers.dtype.itemsize > 4 and numbers.dtype.kind in "iu":
+    if (
+        isinstance(numbers, np.ndarray | np.integer)
+        and numbers.dtype.itemsize > 4
+        and numbers.dtype.kind in "iu"
+    ):
         numbers = np.clip(numbers, -(2**31), 2**31 - 1).astype(np.int32)
     numbers = jnp.asarray(numbers)
     if numbers.dtype == bool:
