@@ -98,12 +98,12 @@ def plan_chunk(
     tuning: Tuning | None = None,
 ) -> ChunkPlan:
     """See `plan.plan_chunk`; the sizes of tiles and steps follow from q_shape (T, K, G, D) and the tuning."""
-    tokens, kv_heads, group, head_dim = q_shape
+    tokens, _, group, head_dim = q_shape
     tuning = (tuning or tuning_for()).for_chunk(*q_shape)
     return _plan_chunk(
         lengths, table, first, column,
         num_tokens=tokens, page_size=page_size, num_layers=num_layers,
-        positions=tuning.positions(tokens, kv_heads, group), block=tuning.block(head_dim),
+        positions=tuning.positions(group), block=tuning.block(head_dim),
         starts=starts, sizes=sizes, rows=rows, window=window,
         behind=behind, key_starts=key_starts, num_ctas=tuning.ctas(),
     )  # fmt: skip

@@ -11,14 +11,7 @@ from pallas_kernels.chunk_prefill.tuning import ROWS, Tuning
 
 LOG2E = math.log2(math.e)
 i32, f32 = jnp.int32, jnp.float32
-
-
-class Place(NamedTuple):
-    """A position in the tile, a query head of the group, and how many rows that are counted from there come before."""
-
-    position: Any
-    head: Any
-    rows_before: Any
+LINE = 64  # columns of a line of shared memory
 
 
 class Span(NamedTuple):
@@ -35,7 +28,7 @@ class Config:
     """Everything static."""
 
     group: int
-    tile_positions: int  # tokens of a tile
+    positions: int  # tokens of a tile
     head_dim: int
     page: int
     block: int
@@ -48,8 +41,6 @@ class Config:
     scale: float
     soft_cap: float | None
     window: int | None
-    packed: bool  # heads lie one after another in the rows of all warpgroups
-    laid_out: bool  # queries lie tile after tile; else they are loaded from where they are
     interpreted: bool
     tuning: Tuning
 
@@ -77,42 +68,31 @@ class Config:
     def boxes(self) -> int:
         return self.block // self.box
 
-    # Rows hold queries head by head: row g * positions + t is token t of head g. Packed, that is so for the rows of all
-    # warpgroups together, and the last ones may be empty. Else each warpgroup has some positions of some heads in its own
-    # 64 rows.
-
-    @property
-    def positions(self) -> int:
-        return self.tile_positions if self.packed else max(ROWS // self.group, 8)
-
-    @property
-    def heads(self) -> int:
-        return self.group if self.packed else ROWS // self.positions
-
-    def place(self, wg: Any) -> Place:
-        """Where a warpgroup's rows begin."""
-        if self.packed:
-            return Place(0, 0, wg * ROWS)
-        if self.heads == self.group:
-            return Place(wg * self.positions, 0, 0)
-        wg, parts = jnp.asarray(wg, i32), i32(self.group // self.heads)
-        return Place(lax.div(wg, parts) * self.positions, lax.rem(wg, parts) * self.heads, 0)
+    # Rows of a tile hold queries head by head: row g * positions + t is token t of head g. Each warpgroup has the next 64 of
+    # them; where G does not divide them the last ones are empty.
 
     def spans(self, wg: int) -> list[Span]:
-        """The rows of a warpgroup, head by head, counted from `place`; of each the same unless packed."""
-        before = wg * ROWS if self.packed else 0
-        spans = []
-        for head in range(self.heads):
+        """The rows of a warpgroup, head by head."""
+        before, spans = wg * ROWS, []
+        for head in range(self.group):
             start, stop = (min(max(x * self.positions - before, 0), ROWS) for x in (head, head + 1))
             if start < stop:
                 spans.append(Span(start, head, start + before - head * self.positions, stop - start))
         return spans
 
-    def token(self, row: Any, place: Place) -> Any:
-        """The token in a warpgroup's row, counted from `place.position`."""
-        if self.packed:
-            return lax.rem(row + place.rows_before, i32(self.positions))
-        return row & (self.positions - 1)
+    def columns(self, width: int) -> list[int]:
+        """Where the parts of queries and results, of so many columns, begin that are copied at a time."""
+        return list(range(0, width, LINE))
+
+    @property
+    def loads(self) -> int:
+        """Of a warpgroup's queries, at most."""
+        return max(len(self.spans(wg)) for wg in range(self.tuning.warpgroups)) * (self.head_dim // LINE)
+
+    def token(self, row: Any, wg: Any) -> Any:
+        """The tile's token in a warpgroup's row."""
+        row, positions = row + wg * ROWS, self.positions
+        return row & (positions - 1) if positions & (positions - 1) == 0 else lax.rem(row, i32(positions))
 
 
 class Refs(NamedTuple):
@@ -122,7 +102,7 @@ class Refs(NamedTuple):
     merges: Any  # i32[L, 1 + K, 3]
     sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
-    q: Any  # [T, K * G, D]; laid out [blocks of queries, K, warpgroups, 64, D]
+    q: Any  # [T, K * G, D]
     k: Any  # [T, K, D]
     v: Any
     pool: Any  # [num_pages, 2, Hp, P, D]
@@ -130,7 +110,7 @@ class Refs(NamedTuple):
     lse: Any  # f32[T, K * G]
     part: Any  # f32[num_parts, warpgroups, 64, D]: results of pieces and cut tiles
     part_ml: Any  # f32[num_parts, warpgroups, 2, 64]
-    q_s: Any = None  # [warpgroups, 64, D]
+    q_s: Any = None  # [warpgroups, D / 64, 64, 64]
     k_s: Any = None  # [stages, block, D]
     v_s: Any = None
     q_full: Any = None
@@ -140,9 +120,12 @@ class Refs(NamedTuple):
     v_full: Any = None
     v_free: Any = None
     turn: Any = None
-    out_s: Any = None  # [warpgroups, 64, `Config.staged`]
+    out_s: Any = None  # [warpgroups, `Config.staged` / 64, 64, 64]
     p_s: Any = None  # [warpgroups, 64, block], for the interpreter alone, as the next
     lse_s: Any = None  # f32[warpgroups, 64]
+    # The places of `q_s` and `out_s` for copies, which begin at any row: tiles of eight are not theirs.
+    q_rows: Any = None
+    out_rows: Any = None
 
 
 class Tile(NamedTuple):

@@ -22,9 +22,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.chunk_prefill import device_ops, parts
 from pallas_kernels.chunk_prefill.common import (
+    LINE,
     LOG2E,
     Config,
-    Place,
     Refs,
     Span,
     Tile,
@@ -34,7 +34,6 @@ from pallas_kernels.chunk_prefill.common import (
     tile_of,
 )
 from pallas_kernels.chunk_prefill.load import load
-from pallas_kernels.chunk_prefill.plan import ALIGN
 from pallas_kernels.chunk_prefill.products import WGMMA, Products
 from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.logits import log2_logits
@@ -50,25 +49,35 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
     def body(*smem: Any) -> None:
         refs = gmem._replace(**dict(zip(Refs._fields[Refs._fields.index("q_s") :], smem, strict=False)))
         refs = refs._replace(layer=gmem.layer[0])
+        q, out = ((x, x) if cfg.interpreted else x for x in (refs.q_s, refs.out_s))
+        refs = refs._replace(q_s=q[0], q_rows=q[1], out_s=out[0], out_rows=out[1])
         wg = lax.axis_index("wg")
         pl.when(wg < wgs)(functools.partial(_compute, cfg, refs, wg))
         pl.when(wg == wgs)(functools.partial(load, cfg, refs))
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+    def rows_of(width: int) -> Any:
+        """64 rows of queries or results for each warpgroup, twice the same place: see `Refs.q_rows`."""
+        shape = wgs, width // LINE, ROWS, LINE
+        if cfg.interpreted:
+            return plgpu.SMEM(shape, dtype)
+        return plgpu.RefUnion(*(plgpu.SMEM(shape, dtype, transforms=x) for x in (tiled, tiled[1:])))
+
     simulated = ((wgs, ROWS, cfg.block), dtype), ((wgs, ROWS), f32)
     pl.run_scoped(
         body,
-        plgpu.SMEM((wgs, ROWS, cfg.head_dim), dtype, transforms=tiled),
+        rows_of(cfg.head_dim),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
         plgpu.SMEM((stages, cfg.block, cfg.head_dim), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=1 if cfg.laid_out else len(cfg.spans(0)), num_barriers=wgs),
+        plgpu.Barrier(num_arrivals=cfg.loads, num_barriers=wgs),
         plgpu.Barrier(num_barriers=wgs),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_arrivals=cfg.boxes, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_barriers=wgs),
-        plgpu.SMEM((wgs, ROWS, cfg.staged), dtype, transforms=() if cfg.interpreted else tiled),
+        rows_of(cfg.staged),
         *(plgpu.SMEM(*x) for x in simulated if cfg.interpreted),
         collective_axes="wg",
     )
@@ -82,8 +91,6 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
 
     def one_tile(n: Any, done: Any) -> Any:
         tile = tile_of(cfg, refs, cta, n)
-        place = cfg.place(wg)
-        first = tile.at + place.position
         work = Products(cfg, refs, wg, tile.masked + tile.free, done)
 
         def soften(masked: bool, j: Any, s: Any, m: Any, norm: Any) -> tuple[Any, ...]:
@@ -92,7 +99,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
             if cfg.soft_cap is not None:
                 s, factor = log2_logits(s, cfg.scale, cfg.soft_cap), 1.0
             if masked:
-                s = jnp.where(_visible(cfg, tile, j, place, first), s, -jnp.inf)
+                s = jnp.where(_visible(cfg, tile, j, wg), s, -jnp.inf)
             top = jnp.maximum(m, s.max(axis=1) * factor)
             fade = jnp.exp2(m - top)
             p = jnp.exp2(s * factor - _spread(top, score_shape))
@@ -147,7 +154,7 @@ def _compute(cfg: Config, refs: Refs, wg: Any) -> None:
     lax.fori_loop(0, rounds_of(cfg, refs, cta), one_tile, i32(0))
     if cfg.tuning.ping_pong and cfg.interpreted:  # it wants every completion of a barrier to be seen
         pl.when(wg == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
-    if not (cfg.interpreted or cfg.laid_out):
+    if not cfg.interpreted:
         plgpu.wait_smem_to_gmem(0)
     if cfg.cuts:
         parts.merge(cfg, refs, wg, functools.partial(_write, cfg, refs, wg))
@@ -165,9 +172,6 @@ def _by_span(cfg: Config, wg: Any, do: Callable[[Span], None]) -> None:
         for span in cfg.spans(w):
             do(span)
 
-    if not cfg.packed:
-        all_of(0)
-        return
     for w in range(cfg.tuning.warpgroups):
         pl.when(wg == w)(functools.partial(all_of, w))
 
@@ -176,23 +180,25 @@ def _store_whole(cfg: Config, refs: Refs, wg: Any, row: Any, column: Any, out: A
     """Stores a warpgroup's rows, all of which are tokens of the request, by TMA."""
     # Adds nothing, which the compiler does not know: registers for addresses that it could work out once for all tiles would
     # be missing in the loops over blocks.
-    staged = refs.out_s.at[wg + jnp.minimum(row, 0)]
+    mine, parts = wg + jnp.minimum(row, 0), cfg.columns(cfg.staged)
     for start in range(0, cfg.head_dim, cfg.staged):
-        columns = pl.ds(start, cfg.staged)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = out[:, start : start + cfg.staged]
+        for n, at in enumerate(parts):
+            refs.out_s.at[mine, n][...] = out[:, start + at : start + at + LINE]
         plgpu.commit_smem()
 
-        def copy(span: Span, columns: Any = columns) -> None:
-            rows = staged.at[pl.ds(span.row, span.size)]
-            there = pl.ds(pl.multiple_of(row + span.token, ALIGN), span.size)
-            plgpu.copy_smem_to_gmem(rows, refs.out.at[there, column + span.head, columns])
+        def copy(span: Span, start: int = start) -> None:
+            for n, at in enumerate(parts):
+                to = refs.out.at[
+                    pl.ds(row + span.token, span.size), column + span.head, pl.ds(start + at, LINE)
+                ]
+                plgpu.copy_smem_to_gmem(refs.out_rows.at[mine, n, pl.ds(span.row, span.size)], to)
 
         _by_span(cfg, wg, copy)
 
 
-def _visible(cfg: Config, tile: Tile, j: Any, place: Place, first: Any) -> Any:
-    """Which entries of the tile's j-th block each row sees. `first`: the token of the warpgroup's place in its request."""
+def _visible(cfg: Config, tile: Tile, j: Any, wg: Any) -> Any:
+    """Which entries of the tile's j-th block each of a warpgroup's rows sees."""
     shape = (ROWS, cfg.block)
     history, entry = tile.block(cfg, j)
     row = plgpu.broadcasted_iota(i32, shape, 0, layout=WGMMA)
@@ -200,9 +206,9 @@ def _visible(cfg: Config, tile: Tile, j: Any, place: Place, first: Any) -> Any:
     # One form serves both kinds of block: of the history every row sees the entries below its length, of the chunk those not
     # ahead of the row's token.
     own = jnp.where(history, 0, 1)
-    ahead = jnp.where(history, tile.length - 1 - entry, first - entry)
+    ahead = jnp.where(history, tile.length - 1 - entry, tile.at - entry)
     # Of the chunk: tokens from the entry to the query.
-    distance = cfg.token(row, place) * own + ahead - column
+    distance = cfg.token(row, wg) * own + ahead - column
     seen = distance >= 0
     if cfg.window is not None:
         seen &= distance * own < cfg.window
@@ -225,20 +231,16 @@ def _write(
     it is the first ones, and where they begin.
     """
     tile_row, end, tile_head = where
-    position, head, rows_before = cfg.place(wg)
-    row, column = tile_row + position, tile_head * cfg.group + head
+    row, column = tile_row, tile_head * cfg.group
     there = end - row  # positions that are
     out = (acc * _spread(1.0 / norm, acc.shape)).astype(refs.out.dtype)
     lse = (m + jnp.log2(norm)) * (1 / LOG2E)
     if not cfg.interpreted:
-        rows = device_ops.TileRows(cfg.positions, cfg.heads)
-        at = row, column, there, i32(rows_before)
+        rows = device_ops.TileRows(cfg.positions, cfg.group)
+        at = row, column, there, i32(wg * ROWS)
         if part is None:
             store = functools.partial(device_ops.store_rows, out, refs.out, *at, rows)
             device_ops.store_values(lse, refs.lse, *at, rows)
-            if cfg.laid_out:
-                store()
-                return
             # Threads store 16 bytes of a row at a time, and wait for each other: only what TMA does not know the end of.
             whole = there >= cfg.positions
             pl.when(whole)(functools.partial(_store_whole, cfg, refs, wg, row, column, out))
@@ -250,12 +252,15 @@ def _write(
         pl.when(first)(lambda: device_ops.store_values(lse, refs.lse, *at, rows))
         return
     refs.lse_s.at[wg][...] = lse
-    staged = refs.out_s.at[wg]
-    staged[...] = out
+    parts = cfg.columns(cfg.staged)
+    for n, first in enumerate(parts):
+        refs.out_s.at[wg, n][...] = out[:, first : first + LINE]
     plgpu.commit_smem()
 
     def copy(r: int, g: int, t: int, count: int) -> None:
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(r, count)], refs.out.at[pl.ds(row + t, count), column + g])
+        for n, first in enumerate(parts):
+            to = refs.out.at[pl.ds(row + t, count), column + g, pl.ds(first, LINE)]
+            plgpu.copy_smem_to_gmem(refs.out_rows.at[wg, n, pl.ds(r, count)], to)
         refs.lse.at[pl.ds(row + t, count), column + g][...] = refs.lse_s.at[wg, pl.ds(r, count)][...]
 
     def copy_span(span: Span) -> None:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.chunk_prefill import plan as P
-from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, i32, rounds_of, tile_of
+from pallas_kernels.chunk_prefill.common import LINE, Config, Refs, Tile, i32, rounds_of, tile_of
 
 
 def load(cfg: Config, refs: Refs) -> None:
@@ -49,16 +49,14 @@ def load(cfg: Config, refs: Refs) -> None:
                 plgpu.copy_gmem_to_smem(src, smem.at[slot, pl.ds(u * cfg.box, cfg.box)], full.at[slot])
 
     def load_queries(tile: Tile, w: int) -> None:
-        full = refs.q_full.at[w]
-        if cfg.laid_out:
-            block = lax.rem(tile.part, i32(cfg.stride))
-            plgpu.copy_gmem_to_smem(refs.q.at[block, tile.head, w], refs.q_s.at[w], full)
-            return
-        position, head, _ = cfg.place(w)
-        for span in cfg.spans(w):
-            there = pl.ds(pl.multiple_of(tile.row + position + span.token, P.ALIGN), span.size)
-            src = refs.q.at[there, tile.head * cfg.group + head + span.head]
-            plgpu.copy_gmem_to_smem(src, refs.q_s.at[w, pl.ds(span.row, span.size)], full)
+        full, spans, parts = refs.q_full.at[w], cfg.spans(w), cfg.columns(cfg.head_dim)
+        for span in spans:
+            tokens = pl.ds(tile.row + span.token, span.size)
+            for n, start in enumerate(parts):
+                src = refs.q.at[tokens, tile.head * cfg.group + span.head, pl.ds(start, LINE)]
+                plgpu.copy_gmem_to_smem(src, refs.q_rows.at[w, n, pl.ds(span.row, span.size)], full)
+        for _ in range(cfg.loads - len(spans) * len(parts)):  # others have more
+            plgpu.barrier_arrive(full)
 
     def one_tile(n: Any, carry: Any) -> Any:
         done, *tile = carry

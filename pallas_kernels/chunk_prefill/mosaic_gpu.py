@@ -33,7 +33,7 @@ def chunk_prefill_mosaic_gpu(
     The interpreter has no counters: it takes cut histories with one CTA alone.
     """
     tuning = tuning.for_chunk(*q.shape)
-    if plan.positions != tuning.positions(*q.shape[:3]):
+    if plan.positions != tuning.positions(q.shape[2]):
         raise ValueError(
             f"the plan is not one of queries {q.shape}: give `plan_chunk` that q_shape, and the same tuning"
         )
@@ -48,19 +48,13 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     # One jitted function for all layers: it is traced and lowered once, its calls hold byte-identical kernels, and the
     # runtime compiles a kernel once per distinct text. The layers differ in operands alone.
     tokens, heads, group, head_dim = q.shape
-    more = -tokens % ALIGN
-    across = ROWS % group != 0
-    laid_out = plan.positions % ALIGN != 0 or (across and group > ALIGN)
-    if laid_out:
-        rows = _laid_out(q, plan, tuning)
-    else:
-        rows = jnp.pad(q.reshape(tokens, heads * group, head_dim), ((0, more), (0, 0), (0, 0)))
+    rows = q.reshape(tokens, heads * group, head_dim)
     k, v = (jnp.pad(x, ((0, -len(x) % ALIGN), (0, 0), (0, 0))) for x in (k, v))
     num_ctas = min(tuning.ctas(), plan.tiles.shape[1])
     columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.stride * heads, num_ctas)
     config = Config(
         group=group,
-        tile_positions=plan.positions,
+        positions=plan.positions,
         head_dim=head_dim,
         page=plan.page_size,
         block=plan.block,
@@ -73,8 +67,6 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         scale=scale,
         soft_cap=soft_cap,
         window=plan.window,
-        packed=across or laid_out,
-        laid_out=laid_out,
         interpreted=interpret is not None,
         tuning=tuning,
     )
@@ -87,8 +79,8 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     kernel = plgpu.kernel(
         chunk_prefill,
         out_type=[
-            jax.ShapeDtypeStruct((tokens + more, heads * group, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((tokens + more, heads * group), f32),
+            jax.ShapeDtypeStruct(rows.shape, q.dtype),
+            jax.ShapeDtypeStruct(rows.shape[:2], f32),
             jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, ROWS, head_dim), f32),
             jax.ShapeDtypeStruct((num_parts, tuning.warpgroups, 2, ROWS), f32),
         ],
@@ -111,15 +103,4 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         v,
         pool,
     )
-    return out[:tokens].reshape(q.shape), lse[:tokens].reshape(q.shape[:3])
-
-
-def _laid_out(q: jax.Array, plan: ChunkPlan, tuning: Tuning) -> jax.Array:
-    """[blocks of queries, K, warpgroups, 64, D]: each tile's rows, query head by query head, from q [T, K, G, D]."""
-    _, heads, group, head_dim = q.shape
-    at = plan.block_rows[:, None] + jnp.arange(plan.positions)
-    tiles = q.at[at].get(mode="clip").transpose(0, 2, 3, 1, 4)  # [blocks, K, G, positions, D]
-    tiles = tiles.reshape(len(at), heads, group * plan.positions, head_dim)
-    empty = tuning.warpgroups * ROWS - tiles.shape[2]
-    tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, empty), (0, 0)))
-    return tiles.reshape(len(at), heads, tuning.warpgroups, ROWS, head_dim)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])

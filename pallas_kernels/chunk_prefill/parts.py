@@ -58,7 +58,7 @@ def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
 
         # PART of the tile and of its first piece.
         own, first_piece = (x * cfg.stride + block for x in (cfg.pieces + head, first))
-        where = block * cfg.tile_positions, i32(cfg.tokens), head
+        where = block * cfg.positions, i32(cfg.tokens), head
         part = column == 0, pl.multiple_of(column * width, width)
         write(where, *_sums(cfg, refs, wg, own, first_piece, pieces + 1, column), part=part)
         if not cfg.interpreted:

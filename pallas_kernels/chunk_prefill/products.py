@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.chunk_prefill.common import Config, Refs, f32, i32
+from pallas_kernels.chunk_prefill.common import LINE, Config, Refs, f32, i32
 from pallas_kernels.chunk_prefill.tuning import ROWS
 
 WGMMA = plgpu.Layout.WGMMA
@@ -50,13 +50,17 @@ class Products(NamedTuple):
             after = lax.rem(self.wg + 1, i32(self.cfg.tuning.warpgroups))
             plgpu.barrier_arrive(self.refs.turn.at[after])
 
+    def _score(self, ref: Any, k: Any) -> None:
+        for n, start in enumerate(self.cfg.columns(self.cfg.head_dim)):
+            plgpu.wgmma(ref, self.refs.q_s.at[self.wg, n], k.at[pl.ds(start, LINE)])
+
     def scores(self, j: Any) -> Any:
         """Raw products of the queries with block j's keys, f32[64, block]; ends the turn, begun by `weigh` unless j is 0."""
         k = self.keys(j)
         pl.when(j == 0)(self.take_turn)
 
         def run(ref: Any) -> Any:
-            plgpu.wgmma(ref, self.refs.q_s.at[self.wg], k)
+            self._score(ref, k)
             self.pass_turn()
             return ref[...]
 
@@ -99,7 +103,7 @@ class Products(NamedTuple):
             self.take_turn()
             # The product with a left operand in registers comes first: they must be in place before any is in flight.
             plgpu.wgmma(acc_ref, p, v)
-            plgpu.wgmma(s_ref, self.refs.q_s.at[self.wg], k)
+            self._score(s_ref, k)
             self.pass_turn()
 
         nothing = plgpu.layout_cast(jnp.zeros((ROWS, self.cfg.block), f32), WGMMA)

@@ -42,10 +42,9 @@ class Tuning:
         shape = tokens, kv_heads, group
         return more if more.rounds(*shape) * self.larger_tile < self.rounds(*shape) else self
 
-    def rounds(self, tokens: int, kv_heads: int, group: int, positions: int | None = None) -> int:
-        """Tiles of the CTA that has most, each of `positions` tokens."""
-        positions = positions or self.positions(tokens, kv_heads, group)
-        return -(-(-(-tokens // positions) * kv_heads) // self.ctas())
+    def rounds(self, tokens: int, kv_heads: int, group: int) -> int:
+        """Tiles of the CTA that has most."""
+        return -(-(-(-tokens // self.positions(group)) * kv_heads) // self.ctas())
 
     def block(self, head_dim: int) -> int:
         """Entries of one step."""
@@ -63,19 +62,9 @@ class Tuning:
         """CTAs of a call: one per SM unless told otherwise."""
         return num_sms() if self.num_ctas is None else self.num_ctas
 
-    def positions(self, tokens: int, kv_heads: int, group: int) -> int:
-        """Tokens of one tile of a chunk, for G query heads per KV head. A few rows stay empty where G does not divide them.
-
-        Some eights of them, as loads take, if that leaves no more than eight rows empty, each warpgroup has as many loads,
-        and a CTA no more tiles, or a twentieth: so much is what laying queries out takes of a chunk without history.
-        """
-        rows = self.warpgroups * ROWS
-        most = rows // group
-        eights = most // ALIGN * ALIGN
-        if group > ALIGN or eights * group < rows - ALIGN:
-            return most
-        shape = tokens, kv_heads, group
-        return eights if self.rounds(*shape, eights) * 20 <= self.rounds(*shape, most) * 21 else most
+    def positions(self, group: int) -> int:
+        """Tokens of one tile, for G query heads per KV head. A few rows stay empty where G does not divide them."""
+        return self.warpgroups * ROWS // group
 
 
 TUNING = {

@@ -125,24 +125,6 @@ def test_plan_names_every_block_once(group, given, window, behind):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "group", "positions"),
-    [
-        (512, 4, 32),
-        (512, 16, 8),
-        (512, 3, 40),  # of 42, so that loads take queries where they are
-        (512, 5, 24),
-        (2048, 3, 42),  # four rounds of tiles for three
-        (2048, 5, 25),
-        (8192, 5, 24),  # 21 rounds for 20
-        (512, 6, 21),  # 16 would leave a quarter of the rows empty
-        (512, 15, 8),
-    ],
-)
-def test_tokens_of_a_tile(tokens, group, positions):
-    assert cp.Tuning(num_ctas=132).positions(tokens, 8, group) == positions
-
-
-@pytest.mark.parametrize(
     ("tokens", "group", "head_dim", "warpgroups"),
     [
         (8192, 8, 64, 3),
@@ -261,12 +243,6 @@ def test_a_plan_of_other_queries_is_refused():
     case = make_case([[70]], 100, group=4, head_dim=64)
     with pytest.raises(ValueError, match=r"not one of queries \(100, 1, 4, 64\)"):
         chunk_prefill_mosaic_gpu(case.q, case.k, case.v, case.pool, plan, scale=1.0, tuning=tuning)
-
-
-def test_queries_laid_out_in_the_interpreter():
-    case, tuning = make_case([[70]], 50, group=5, head_dim=64), cp.Tuning(num_ctas=1, most_warpgroups=2)
-    assert tuning.positions(50, 1, 5) == 25  # three tiles of 24 for two
-    check_interpreted(case, tuning)
 
 
 @pytest.mark.parametrize(("group", "behind"), [(4, 5), (5, 99)])
