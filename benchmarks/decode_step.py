@@ -40,6 +40,7 @@ from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
 
 NO_SCORER: Any = None  # decode tokens need none
+TAIL = 64  # tokens that each row has pages for beside those that it begins with
 IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
 CASES = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 
@@ -109,18 +110,18 @@ def measure(
     dtype: Any,
     drafts: int = 0,
 ) -> dict:
-    sliding = tj.SlidingLayers.of(config, max_tail=64)
+    sliding = tj.SlidingLayers.of(config, max_tail=TAIL)
     plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
-    needed = batch * plan.pages(tokens, 64)
+    needed = batch * plan.pages(tokens, TAIL)
     page_bytes = plan.page_bytes(config.head_dim, dtype)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
-    sizes: dict[str, Any] = {"max_tokens": tokens + 64, "max_tail": 64, "dtype": dtype}
+    sizes: dict[str, Any] = {"max_tokens": tokens + TAIL, "max_tail": TAIL, "dtype": dtype}
     sizes |= {"num_pages": num_pages, "max_requests": batch}
     parallel = TensorParallel.of(config, plan, args.devices) if args.devices > 1 else None
     cache = parallel.init_cache(**sizes) if parallel else tj.init_cache(plan, config, **sizes)
     for row in range(batch):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(64))
-    cache = replace(cache, tokens=jnp.full(batch, tokens, jnp.int32))
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(TAIL))
+    cache = rewound(cache, tokens)
     rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
     @partial(jax.jit, donate_argnums=1)
@@ -146,13 +147,14 @@ def measure(
     chosen.block_until_ready()
     times = []
     for _ in range(3):
+        cache = jax.block_until_ready(rewound(cache, tokens))
         began = time.perf_counter()
         for _ in range(IN_A_ROW):
             chosen, cache = program(params, cache, chosen)
         chosen.block_until_ready()
         times.append((time.perf_counter() - began) / IN_A_ROW)
     if args.profile:
-        chosen, cache = print_profile(program, params, cache, chosen)
+        print_profile(program, params, rewound(cache, tokens), chosen)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes
@@ -179,6 +181,13 @@ def measure(
     }
 
 
+def rewound(cache: tj.Cache, tokens: int) -> tj.Cache:
+    """With so many tokens in every row and none since: steps leave out rows that have outgrown their pages."""
+    count, none = np.full(cache.tokens.shape, tokens, np.int32), np.zeros(cache.tail.shape, np.int32)
+    put = jax.device_put
+    return replace(cache, tokens=put(count, cache.tokens.sharding), tail=put(none, cache.tail.sharding))
+
+
 def unreached_bytes(params: Any, config: ModelConfig, tokens: int) -> int:
     """Weights of the experts that none of `tokens` tokens goes through, on average over even routing."""
     if not config.num_experts:
@@ -189,9 +198,7 @@ def unreached_bytes(params: Any, config: ModelConfig, tokens: int) -> int:
     return int(unreached * sum(leaf.nbytes for leaf in jax.tree.leaves(experts)))
 
 
-def print_profile(
-    program: Any, params: Any, cache: tj.Cache, chosen: jax.Array
-) -> tuple[jax.Array, tj.Cache]:
+def print_profile(program: Any, params: Any, cache: tj.Cache, chosen: jax.Array) -> None:
     """Where the GPU's time of one step goes: kernels of one name together, longest first."""
     state: list[Any] = [chosen, cache]
 
@@ -205,7 +212,6 @@ def print_profile(
     print(f"  {total / 1e3:.3f} ms in {count:.0f} kernels")
     for name, (us, times) in sorted(kernels.items(), key=lambda item: -item[1][0])[:40]:
         print(f"  {us:9.1f} us {times:6.0f} x {us / times:8.2f}  {name[:90]}")
-    return state[0], state[1]
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def measure(params: Any, config: ModelConfig, case: tuple[int, int, int], roof: 
         run(int(3 / took))
         sustained = round(run(8) * 1e3, 2)
     if args.profile:
-        state[:] = print_profile(program, params, state[1], state[0])
+        print_profile(program, params, state[1], state[0])
     flops = step_flops(config, plan, chunk, history, decoding)
     return {
         "chunk": chunk,

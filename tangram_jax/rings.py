@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from pallas_kernels import byte_pages
+from pallas_kernels import byte_pages, chunk_prefill
 from tangram_jax.pages import StepPages
 
 
@@ -152,9 +152,9 @@ def with_history(
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's keys and values after those that its first query still sees.
 
-    `layer`: which sliding one; k and v [T, K, D] -> both [H + T, K, D], where H is the window less one, or what a row
-    can hold if that is less: first the min(before, H) that are there, then at once the chunk's. Rows past the chunk are
-    finite and mean nothing.
+    `layer`: which sliding one; k and v [T, K, D] -> both [H + T, K, D] and up to seven rows more, where H is the window
+    less one, or what a row can hold if that is less: first the min(before, H) that are there, then at once the chunk's.
+    Rows past the chunk are finite and mean nothing.
     """
     size, columns = rings.page_size, chunk.numbers.shape[1]
     most = min(rings.window - 1, columns * size)
@@ -165,7 +165,9 @@ def with_history(
 
     def joined(which: int, new: jax.Array) -> jax.Array:
         held = byte_pages.entries_at(pool, (number, which, column), slot, new.dtype)
-        rows = jnp.concatenate([held, jnp.zeros_like(new)])
+        # As many rows as the kernel's copies take, or it would have to copy them all into such an array.
+        total = -(-(most + len(new)) // chunk_prefill.ALIGN) * chunk_prefill.ALIGN
+        rows = jnp.concatenate([held, jnp.zeros((total - most, *new.shape[1:]), new.dtype)])
         return jax.lax.dynamic_update_slice_in_dim(rows, new, behind, 0)
 
     return joined(0, k), joined(1, v)

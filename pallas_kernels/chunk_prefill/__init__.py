@@ -4,13 +4,14 @@ import jax
 import numpy as np
 
 from pallas_kernels import byte_pages
-from pallas_kernels.chunk_prefill.plan import ChunkPlan
+from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
 from pallas_kernels.chunk_prefill.tuning import DEFAULT, TUNING, Tuning, tuning_for
 from pallas_kernels.support import check_attention
 
 __all__ = [
+    "ALIGN",
     "DEFAULT",
     "TUNING",
     "ChunkPlan",

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.chunk_prefill.plan import ALIGN
 from pallas_kernels.support import num_sms, record_for
 
 ROWS = 64  # of one computing warpgroup: those of its matrix instructions
@@ -36,7 +35,7 @@ class Tuning:
 
     def for_chunk(self, tokens: int, kv_heads: int, group: int, head_dim: int) -> "Tuning":
         """With more warpgroups where they pay."""
-        if head_dim > 64 or group > ALIGN or self.warpgroups >= self.most_warpgroups:
+        if head_dim > 64 or self.warpgroups >= self.most_warpgroups:
             return self
         more = dataclasses.replace(self, warpgroups=self.most_warpgroups, load_registers=32)
         shape = tokens, kv_heads, group

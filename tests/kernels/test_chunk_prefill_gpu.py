@@ -65,13 +65,8 @@ def test_groups(group):
     check(make_case(RAGGED, TOKENS, group=group, page_size=64, **REQUESTS))
 
 
-@pytest.mark.parametrize(("tokens", "group"), [(378, 3), (375, 5)])
-def test_groups_whose_queries_are_laid_out(tokens, group):
-    check(make_case([[1000]], tokens, group=group, page_size=64), dataclasses.replace(cp.DEFAULT, num_ctas=1))
-
-
 @pytest.mark.parametrize("window", [None, 50], ids=str)
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 11, 12, 16])
 def test_three_warpgroups(group, window):
     tuning = dataclasses.replace(cp.DEFAULT, larger_tile=0.0)
     check(
