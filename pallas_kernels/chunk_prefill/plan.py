@@ -69,7 +69,6 @@ class ChunkPlan(LayeredPlan):
     merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
     sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: they count results and readers there
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
-    block_rows: jax.Array  # i32[stride]: first query row of each block of queries
     page_size: int = dataclasses.field(metadata={"static": True})
     positions: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
@@ -149,7 +148,6 @@ def plan_chunk(
         key_starts=jnp.asarray(own.key_starts),
         sync=jnp.broadcast_to(zero, (num_layers, own.blocks * length.shape[2], SYNC_COLUMNS)),
         heads=jnp.stack([length, offset, column], axis=-1),
-        block_rows=jnp.asarray(own.row),
         index=None,
         page_size=page_size,
         positions=positions,

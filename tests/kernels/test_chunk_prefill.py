@@ -114,10 +114,6 @@ def test_plan_names_every_block_once(group, given, window, behind):
                 want[start + at, head] = blocks
     assert got == want
     tiles = np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))]
-    # Where packed queries of a tile lie.
-    np.testing.assert_array_equal(
-        np.asarray(plan.block_rows)[tiles[:, P.PART] % plan.stride], tiles[:, P.ROW]
-    )
     cut = tiles[:, P.PIECES] < 0
     assert cut.any() == (not given and behind is None)
     for rows in (tiles[cut], tiles[~cut]):

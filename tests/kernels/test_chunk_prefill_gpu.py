@@ -99,7 +99,7 @@ def test_keys_before_the_queries_of_several_requests():
     check(make_case(RAGGED, TOKENS, **REQUESTS, **case))
 
 
-def test_a_packed_group_in_float16():
+def test_a_group_that_does_not_divide_in_float16():
     check(make_case(RAGGED, TOKENS, group=7, head_dim=256, page_size=16, dtype=jnp.float16, **REQUESTS))
 
 
