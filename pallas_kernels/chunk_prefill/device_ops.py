@@ -29,7 +29,7 @@ class TileRows(NamedTuple):
     heads: int
 
     def place(self, r: Any, row: Any, column: Any, there: Any, rows_before: Any) -> tuple[Any, Any, Any]:
-        """Token and query head of the warpgroup's row `r` (index type), and whether it has any; `rows_before` are of others."""
+        """Token and query head of the warpgroup's row `r` (index type), whether it has any; `rows_before` come first."""
         index = ir.IndexType.get()
         row, column, there, rows_before = (
             arith.index_cast(index, x.registers.item()) for x in (row, column, there, rows_before)
