@@ -54,7 +54,7 @@ class ChatFormat:
             "finish_reason": None,
         }
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    def chunks(self, index: int, delta: Delta, prompt: Prompt) -> list[dict[str, Any]]:
         # Thoughts, text, or a piece of one call in each chunk: not every client looks for more.
         *before, last = [_piece(part) for part in merged(delta.parts)] or [{}]
         chunks = [self._choice(index, Delta(), "delta", piece) for piece in before]

@@ -23,18 +23,20 @@ class CompletionFormat:
         self._names = names
         self._num_top = request.logprobs
         self._token_ids = request.return_token_ids
+        self._begun: set[int] = set()
 
     def choice(self, index: int, delta: Delta, prompt: Prompt) -> dict[str, Any]:
         choice = self._choice(index, delta)
-        if self._token_ids:
+        if self._token_ids and index not in self._begun:
+            self._begun.add(index)
             choice["prompt_token_ids"] = prompt.ids
         return choice
 
     def opening(self, index: int) -> None:
         return None
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        return [self._choice(index, delta)]
+    def chunks(self, index: int, delta: Delta, prompt: Prompt) -> list[dict[str, Any]]:
+        return [self.choice(index, delta, prompt)]  # the first has the prompt's ids
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -5,7 +5,7 @@ import contextlib
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _HEAD_SECONDS = 60.0  # from the connection, or the end of an answer, to the end of the next request's headers
 _STALLED_SECONDS = 600.0  # in which nothing of what was sent has been taken
@@ -18,9 +18,17 @@ def drop_stalled(listener: socket.socket) -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, except that it ends where no request comes: that has no limit before the first one, nor within headers."""
+    """uvicorn's, except for two things.
+
+    It ends where no request comes: that has no limit before the first one, nor within headers. And where a client leaves
+    that has sent several requests at once, the one that is being answered hears of it, not the last one alone.
+    """
 
     _late: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unanswered: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -28,11 +36,17 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         super().on_headers_complete()
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        self._unanswered.append(self.cycle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

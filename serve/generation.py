@@ -102,7 +102,6 @@ class Serving:
         """What an answer of this form must follow, if one is asked for; raises APIError."""
         if spec is None:
             return None
-        self.metrics.count_grammar(spec.kind)
         return await self.grammars.get(spec)
 
     async def in_thread[**P, T](
@@ -126,11 +125,11 @@ class Format(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """A chunk that comes before the first text of a choice."""
 
-    def chunks(self, index: int, delta: Delta) -> Sequence[dict[str, Any]]:
+    def chunks(self, index: int, delta: Delta, prompt: Prompt) -> Sequence[dict[str, Any]]:
         """A part of a choice, in one chunk or several."""
 
     def response_extras(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Further fields of a whole response."""
+        """Further fields of a whole response, and of what opens a choice."""
 
 
 class TokenNames:
@@ -216,13 +215,15 @@ class Generation:
         ]
         form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
         self._submission = Submission(serving.engine, serving.hub, requests, form)
-        self._draining = serving.draining
+        self._draining, self._metrics, self._grammar = serving.draining, serving.metrics, params[0].grammar
         plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None
 
     def submit(self) -> None:
         """Hand the prompts to the engine; raises APIError."""
         self._submission.submit()
+        if self._grammar:
+            self._metrics.count_grammar(self._grammar.kind)
         self._draining.generations.add(self)
 
     def interrupt(self) -> None:
@@ -369,13 +370,12 @@ async def _events(
     final_usage = options is not None and options.include_usage
     opened: set[int] = set()
 
-    def event(choice: dict[str, Any]) -> bytes:
-        usage: dict[str, Any] = {}
+    def event(choice: dict[str, Any], **rest: Any) -> bytes:
         if running_usage:
-            usage = {"usage": generation.usage()}
+            rest["usage"] = generation.usage()
         elif final_usage:
-            usage = {"usage": None}
-        return sse({**head, "choices": [choice], **usage})
+            rest["usage"] = None
+        return sse({**head, "choices": [choice], **rest})
 
     try:
         while (changed := await generation.next_update()) is not None:
@@ -384,10 +384,10 @@ async def _events(
                     opened.add(index)
                     opening = form.opening(index)
                     if opening is not None:
-                        yield event(opening)
+                        yield event(opening, **form.response_extras([generation.prompt_of(index)]))
                 delta = generation.choices[index].take()
                 if delta is not None:
-                    for chunk in form.chunks(index, delta):
+                    for chunk in form.chunks(index, delta, generation.prompt_of(index)):
                         yield event(chunk)
         if final_usage:
             yield sse({**head, "choices": [], "usage": generation.usage()})

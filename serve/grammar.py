@@ -127,6 +127,8 @@ class _Tokens:
 class Grammar:
     """A compiled grammar. May be shared: every choice gets a state of its own."""
 
+    kind = ""  # for /metrics
+
     def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
         self._vocabulary, self._matcher = vocabulary, matcher
         self._lock = threading.Lock()

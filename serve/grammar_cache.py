@@ -73,7 +73,9 @@ class GrammarCache:
         try:
             if spec.thoughts:  # its own faults, and a trial that is not spent on thoughts
                 vocabulary.compile(spec._replace(thoughts="").lark)
-            return vocabulary.compile(spec.lark)
+            grammar = vocabulary.compile(spec.lark)
+            grammar.kind = spec.kind
+            return grammar
         except Exception:
             raise
         except BaseException as panic:  # those of the library are no Exception, and would end the event loop

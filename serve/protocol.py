@@ -100,7 +100,7 @@ class SamplingRequest(RequestModel):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    repetition_penalty: float = Field(default=1.0, ge=1e-6, le=10.0)  # less overflows
     logit_bias: dict[int, float] = Field(default_factory=dict)
     min_tokens: int = Field(default=0, ge=0, lt=2**31)
     ignore_eos: bool = False

@@ -30,7 +30,7 @@ class SamplingParams:
     seed: int | None = None  # any signed 64-bit integer; None: the engine chooses
     presence_penalty: float = 0.0  # in [-2, 2]
     frequency_penalty: float = 0.0  # in [-2, 2]
-    repetition_penalty: float = 1.0  # in (0, 10]
+    repetition_penalty: float = 1.0  # in [1e-6, 10]
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # at most 300 tokens, each in [-100, 100]
     min_tokens: int = 0  # no EOS and no stop token before so many tokens; <= max_tokens
     ignore_eos: bool = False

@@ -258,7 +258,7 @@ def window_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's queries, each over the `window` last tokens up to its own, as XLA operations.
 
-    q [T, K, G, D]; k and v [at least window - 1 + T, K, D], where `behind` i32[] rows come before that of the first query
+    q [T, K, G, D]; k and v [H + T or more, K, D], H as there, where `behind` i32[] rows come before that of the first query
     (`rings.with_history`) -> as `chunk_attention`.
     """
     tokens, heads, group, head_dim = q.shape

@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels import byte_pages
 from tangram_jax.plan import MAX_TOKENS, CachePlan
 from tangram_jax.rings import SlidingLayers
+from tangram_jax.row_numbers import known_rows, whole
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
 NO_PAGE = -1
@@ -79,12 +80,8 @@ class Cache:
         return self.table.shape[0]
 
     def known(self, rows: Any) -> jax.Array:
-        """`rows` i32[...], and `num_rows` for all that are of no row: a negative one would be counted from the end.
-
-        Raises TypeError for a mask, and for what else are no whole numbers.
-        """
-        rows = whole("rows", rows)
-        return jnp.where((rows >= 0) & (rows < self.num_rows), rows, self.num_rows)
+        """See `known_rows`."""
+        return known_rows(rows, self.num_rows)
 
     def row(self, row: Any) -> "Row":
         """What is known of `row` i32[...]; of a number of no row that it is empty."""
@@ -104,25 +101,6 @@ class Row(NamedTuple):
     tokens: jax.Array  # i32[...]
     tail: jax.Array  # i32[...]
     budgets: jax.Array  # i32[..., M]
-
-
-def whole(name: str, numbers: Any) -> jax.Array:
-    """`numbers` in int32, as others may overflow in what is counted with them. Raises TypeError where they are not whole.
-
-    Those of NumPy that int32 does not hold become its least or largest, and not others that it holds.
-    """
-    if (
-        isinstance(numbers, np.ndarray | np.integer)
-        and numbers.dtype.itemsize > 4
-        and numbers.dtype.kind in "iu"
-    ):
-        numbers = np.clip(numbers, -(2**31), 2**31 - 1).astype(np.int32)
-    numbers = jnp.asarray(numbers)
-    if numbers.dtype == bool:
-        raise TypeError(f"{name} are numbers, got a mask: write np.flatnonzero(mask)")
-    if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"{name} are whole numbers, got {numbers.dtype}: write an array of int32")
-    return numbers.astype(jnp.int32)
 
 
 def row_layout(
@@ -263,7 +241,7 @@ def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
 
 def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> jax.Array:
     """bool[R]: the columns of `row` that plan.group_pages(tokens, tail) pages of each group fill."""
-    pages = plan.group_pages(tokens, tail, cache.row(row).budgets)
+    pages = plan.group_pages(whole("tokens", tokens), whole("tail", tail), cache.row(row).budgets)
     needed = jnp.minimum(pages, np.asarray(cache.layout.capacity, np.int32))
     return jnp.asarray(cache.layout.index) < needed[cache.layout.group]
 
@@ -275,7 +253,7 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
     The caller has counted: the missing pages must be free, or none is taken, and steps leave the row out. A row's capacity
     bounds each group. Of a number of no row nothing happens, here and in the functions below.
 
-    Raises ValueError, as they do, where the cache is of another plan.
+    Raises ValueError, as they do, where the cache is of another plan, and TypeError where a number is not whole.
     """
     check_plan(plan, cache)
     row = cache.known(row)
@@ -393,4 +371,4 @@ def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) ->
     the row to at least as many tokens as it had been compressed at.
     """
     del plan
-    return replace(cache, tail=cache.tail.at[cache.known(row)].add(-count))
+    return replace(cache, tail=cache.tail.at[cache.known(row)].add(-whole("count", count)))

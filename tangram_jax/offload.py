@@ -50,7 +50,7 @@ class BlockSizes:
 
 def _pages(cache: Cache, row: jax.Array, columns: jax.Array) -> jax.Array:
     """i32[n]: the pages of `columns` of `row`; past the end of the pool where it has none."""
-    pages = cache.table[row].at[columns].get(mode="fill", fill_value=NO_PAGE)
+    pages = cache.row(row).pages.at[columns].get(mode="fill", fill_value=NO_PAGE)
     return jnp.where(pages == NO_PAGE, cache.num_pages, pages)
 
 
@@ -69,4 +69,5 @@ def write_block(cache: Cache, row: jax.Array, columns: jax.Array, block: jax.Arr
 @partial(jax.jit, donate_argnums=0)
 def set_counts(cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Let `row` hold `tokens` under the plan's law and `tail` more: those of the row whose pages were written into it."""
+    row = cache.known(row)
     return replace(cache, tokens=cache.tokens.at[row].set(tokens), tail=cache.tail.at[row].set(tail))

@@ -191,8 +191,10 @@ class BudgetProfile:
             raise
         # A damaged archive fails in many ways: BadZipFile, zlib.error, TokenError, ...
         except Exception as error:
+            # NumPy takes a file that is no archive for a pickle, and says how to load that.
+            what = "it is no .npz archive" if "pickle" in str(error) else error
             raise ValueError(
-                f"{path} is not a budget profile (.npz of BudgetProfile.save): {error}"
+                f"{path} is not a budget profile ({what}): make one with `python -m calibrate`, or by BudgetProfile.save"
             ) from error
         missing = {"header", "budgets", "mean", "std"} - data.keys()
         if missing:

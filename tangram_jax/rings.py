@@ -97,8 +97,8 @@ class Rings:
 
     def group_pages(self, tokens: Any) -> Any:
         """Pages of each group for `tokens` tokens int32[...]: int32[...]. NumPy in, NumPy out; JAX in, JAX out."""
-        pages = -(-tokens // self.page_size)
-        return pages + (pages > self.pages) * (self.pages - pages)
+        pages = tokens // self.page_size + (tokens % self.page_size > 0)
+        return pages * (pages < self.pages) + self.pages * (pages >= self.pages)
 
 
 # A row of the cache that is never as long as a ring has fewer columns for it: C is how many there are, from here on.

@@ -23,6 +23,7 @@ from flax import struct
 from jax import Array
 
 from tangram_jax.cuda_graphs import IN_GRAPHS
+from tangram_jax.row_numbers import known_rows
 from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs, restrict
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
@@ -68,6 +69,10 @@ class SamplerState:
     @property
     def num_rows(self) -> int:
         return self.ints.shape[0]
+
+    def known(self, rows: Any) -> Array:
+        """See `known_rows`."""
+        return known_rows(rows, self.num_rows)
 
     @property
     def vocab_size(self) -> int:
@@ -215,7 +220,8 @@ def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Varian
 
 @partial(jax.jit, donate_argnums=0)
 def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
-    """Start a request in `row` i32[]: nothing seen yet."""
+    """Start a request in `row` i32[]: nothing seen yet. Of a number of no row nothing happens, here and below."""
+    row = state.known(row)
     return SamplerState(
         floats=state.floats.at[row].set(params.floats, mode="drop"),
         ints=state.ints.at[row].set(params.ints, mode="drop"),
@@ -233,7 +239,7 @@ def mark_prompt(state: SamplerState, row: Array, tokens: Array, count: Array) ->
 
     Only a row with a repetition penalty needs it.
     """
-    at = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, state.vocab_size)
+    row, at = state.known(row), _counted(state, tokens, count)
     marked = state.seen.at[row, at].get(mode="fill", fill_value=0) | jnp.uint16(_IN_PROMPT)
     return replace(state, seen=state.seen.at[row, at].set(marked, mode="drop"))
 
@@ -244,16 +250,21 @@ def mark_output(state: SamplerState, row: Array, tokens: Array, count: Array) ->
 
     Only a row with penalties needs it.
     """
-    at = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, state.vocab_size)
+    row, at = state.known(row), _counted(state, tokens, count)
     counted = jnp.zeros(state.vocab_size, jnp.int32).at[at].add(1, mode="drop")
     seen = state.seen[row]
     count = jnp.minimum((seen & jnp.uint16(_MAX_COUNT)) + counted, _MAX_COUNT).astype(jnp.uint16)
     return replace(state, seen=state.seen.at[row].set(count | (seen & jnp.uint16(_IN_PROMPT))))
 
 
+def _counted(state: SamplerState, tokens: Array, count: Array) -> Array:
+    """The first `count` of `tokens`, and V for the others and for what is no token."""
+    return jnp.where((jnp.arange(tokens.shape[0]) < count) & (tokens >= 0), tokens, state.vocab_size)
+
+
 def last_tokens(state: SamplerState, rows: Array) -> Array:
     """i32[B]: the tokens sampled last in `rows` i32[B], 0 for a row that does not exist."""
-    return state.ints.at[rows, Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
+    return state.ints.at[state.known(rows), Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
 
 
 def compiler_options() -> dict[str, str] | None:
@@ -276,11 +287,11 @@ def sample(
 
     Returns (tokens i32[B], logprobs f32[B], top_ids i32[B, Kt], top_logprobs f32[B, Kt], state); the three in the
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
-    Give a padding row a number of `num_rows` or more; its results mean nothing. `variant` is static under jit, which wants
+    Give a padding row a number of no row; its results mean nothing. `variant` is static under jit, which wants
     `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
     sampled as without a mask.
     """
-    logits = logits.astype(jnp.float32)
+    logits, rows = logits.astype(jnp.float32), state.known(rows)
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
     ints = state.ints.at[rows].get(mode="fill", fill_value=0)
     seen = None

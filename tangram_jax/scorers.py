@@ -10,6 +10,7 @@ reduction.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import flax.struct
@@ -323,10 +324,12 @@ def get_scorer(name: str, **options: Any) -> Scorer:
         what = f"its options are: {', '.join(types)}" if types else "it has no options"
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
     for option, value in options.items():
-        if types[option] in (int, "int") and value is not None:
-            if not isinstance(value, (int, np.integer)):
-                raise ValueError(f"scorer {name}: {option} must be a whole number, found {value!r}")
-            options[option] = int(value)
+        whole = types[option] in (int, "int")
+        kind: Any = int if whole else float
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer) if whole else numbers.Real):
+            what = "whole number" if whole else "number"
+            raise ValueError(f"scorer {name}: {option} must be a {what}, found {value!r}")
+        options[option] = kind(value)
     return cls(**options)
 
 

@@ -14,11 +14,12 @@ from jax import lax
 from models.config import ModelConfig
 from models.transformer import forward
 from pallas_kernels import fp8_products
-from tangram_jax.cache import Cache, check_model, check_plan, whole, with_pages
+from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places
 from tangram_jax.plan import CachePlan
+from tangram_jax.row_numbers import whole
 from tangram_jax.scorers import Scorer
 from tangram_jax.step_layers import Chunk, ChunkLayers, DecodeLayers
 

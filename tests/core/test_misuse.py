@@ -240,6 +240,25 @@ def test_what_is_no_whole_number(wrong):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_other_integers_of_tokens_and_tails(dtype):
+    with_rings = plan_of("0.4", 2, 8, sliding=tj.SlidingLayers(2, 20, 8))
+    np.testing.assert_array_equal(with_rings.group_pages(dtype(10), dtype(3)), with_rings.group_pages(10, 3))
+    plan = plan_of("1.0", 2, 8)
+    cache = with_rows(plan, 0)
+    owned = int((cache.row(0).pages >= 0).sum())
+    for function, tokens in ((tj.reserve, 23), (tj.trim, 20)):
+        cache = function(plan, cache, 0, dtype(tokens), dtype(0))
+        assert int((cache.row(0).pages >= 0).sum()) == owned
+    for token in (5, 6):
+        _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([0]), tokens=np.array([token]))
+    cache = tj.rollback(plan, cache, np.array([0]), np.array([1], dtype))
+    assert cache.tail.tolist() == [1, 0, 0]
+    for function, *wrong in ((tj.reserve, 20.5, 1), (tj.trim, 20, True), (tj.rollback, 1.5)):
+        with pytest.raises(TypeError, match="numbers, got"):
+            function(plan, cache, 0, *wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
 def test_other_integers(dtype):
     plan = plan_of("1.0", 2, 8)
     cache = with_rows(plan, 0, 2)

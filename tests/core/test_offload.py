@@ -64,6 +64,8 @@ def test_a_row_comes_back_bit_for_bit_elsewhere_and_touches_no_other(rings, dtyp
     for columns, block in zip(SIZES.columns(cache.layout, filled), blocks, strict=True):
         cache = write_block(cache, np.int32(3), columns, block)
     cache = set_counts(cache, np.int32(3), np.int32(tokens), np.int32(tail))
+    cache = write_block(set_counts(cache, -1, 9, 9), -1, SIZES.columns(cache.layout, filled)[0], blocks[0])
+    assert not read_block(cache, -1, np.arange(8)).any()
     pool, table = bits(cache.pool), np.asarray(cache.table)
     np.testing.assert_array_equal(cache.tokens, [40, 0, 5, tokens, 0])
     np.testing.assert_array_equal(cache.tail, [0, 0, 3, tail, 0])

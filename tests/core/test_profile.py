@@ -166,6 +166,8 @@ def test_files_that_are_no_profiles(tmp_path):
     for path in tmp_path.iterdir():
         with pytest.raises(ValueError, match=f"{path.name} is not a budget profile"):
             BudgetProfile.load(path)
+    with pytest.raises(ValueError, match=r"\(it is no .npz archive\): make one with `python -m calibrate`"):
+        BudgetProfile.load(tmp_path / "text.npz")
     np.savez(tmp_path / "list.npz", header="[1]", **good)
     with pytest.raises(ValueError, match="profile format None"):
         BudgetProfile.load(tmp_path / "list.npz")

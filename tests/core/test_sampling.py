@@ -236,13 +236,17 @@ def test_greedy_rows_are_the_same_under_every_variant():
 def test_padding_rows_change_nothing():
     state = rows_of({}, {"presence_penalty": 1.0}, rows=4)
     before = jax.tree.map(np.asarray, state)
-    *_, state = jit_sample(gaussian(8, 3, V), state, np.array([4, 1, 99], np.int32), variant=FULL)
+    rows = np.array([4, 1, -1], np.int32)
+    *_, state = jit_sample(gaussian(8, 3, V), state, rows, variant=FULL)
+    assert last_tokens(state, rows).tolist() == [0, int(state.last_token[1]), 0]
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(old[[0, 2, 3]], np.asarray(new)[[0, 2, 3]])
     assert state.num_generated.tolist() == [0, 1, 0, 0]
     after = jax.tree.map(np.asarray, state)
-    state = set_row(state, 4, row_params(seed=3))
-    state = mark_prompt(state, 17, np.arange(5), 5)
+    for row in (4, -1):
+        state = set_row(state, row, row_params(seed=3))
+        state = mark_output(mark_prompt(state, row, np.arange(5), 5), row, np.arange(5), 5)
+    state = mark_prompt(state, 1, np.array([-1, -V]), 2)
     for old, new in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(old, new)
 

@@ -344,8 +344,11 @@ def test_snapkv_order_of_reductions():
 def test_unknown_names_and_options():
     assert get_scorer("snapkv", window=16) == SnapKV(window=16)
     assert type(get_scorer("snapkv", window=np.int64(16)).window) is int
-    with pytest.raises(ValueError, match="window must be a whole number"):
-        get_scorer("snapkv", window=16.0)
+    for wrong in (16.0, None, True):
+        with pytest.raises(ValueError, match=f"window must be a whole number, found {wrong}"):
+            get_scorer("snapkv", window=wrong)
+    with pytest.raises(ValueError, match="eps must be a number, found 'x'"):
+        get_scorer("expected_attention", eps="x")
     assert get_scorer("expected-attention") == ExpectedAttention()
     assert hash(get_scorer("keydiff")) == hash(KeyDiff())
     with pytest.raises(

@@ -100,6 +100,7 @@ CHAT_FIELDS = [
     ({"kv_retention": "all"}, "kv_retention", "invalid_value", ""),
     ({"presence_penalty": 3}, "presence_penalty", "invalid_value", ""),
     ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value", ""),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty", "invalid_value", "0.000001"),
     ({"seed": 2**63}, "seed", "invalid_value", ""),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", ""),
     ({"stop": ""}, "stop", "invalid_value", "1 to 1024 characters"),

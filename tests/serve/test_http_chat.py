@@ -230,6 +230,10 @@ def test_token_ids_in_the_answer(served):
     assert answer["choices"][0]["token_ids"] == ids("hello")
     assert answer["prompt_token_ids"] == PROMPT_IDS
     assert answer["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ids('h')[0]}"
+    streamed = served.post("/v1/chat/completions", body | {"n": 2, "stream": True})
+    chunks = [json.loads(event) for event in events(streamed)[:-1]]
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == 2 * [PROMPT_IDS]
+    assert all("role" in chunk["choices"][0]["delta"] for chunk in chunks if "prompt_token_ids" in chunk)
 
 
 def test_continue_final_message(served):

@@ -62,6 +62,19 @@ def test_stream(served):
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 14)
 
 
+def test_a_stream_begins_with_the_ids_of_the_prompt(served):
+    found, tokens = {}, {}
+    for chunk in complete(served, ["ab", "c"], n=2, stream=True, extra_body={"return_token_ids": True}):
+        (choice,) = chunk.choices
+        if choice.index not in tokens:
+            found[choice.index] = choice.prompt_token_ids
+        else:
+            assert not hasattr(choice, "prompt_token_ids")
+        tokens[choice.index] = tokens.get(choice.index, []) + choice.token_ids
+    assert found == {0: ids("ab"), 1: ids("ab"), 2: ids("c"), 3: ids("c")}
+    assert tokens == dict.fromkeys(range(4), ids("hello"))
+
+
 def test_logprobs(served):
     lists = complete(served, "ab", logprobs=2).choices[0].logprobs
     assert lists.tokens == list("hello")

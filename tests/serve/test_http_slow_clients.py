@@ -83,6 +83,17 @@ def test_a_body_may_be_slow_but_must_come(served, monkeypatch):
         assert head.startswith("HTTP/1.1 408") and "a second more for every 50 bytes" in answer
 
 
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_client_that_leaves_ends_its_answer_whatever_else_it_has_sent(served, more):
+    served.script(ids("x" * 400), delay=0.05)
+    body = '{"prompt": "a", "max_tokens": 500}'
+    with connect(served) as client:
+        client.sendall((1 + more) * f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until(lambda: served.engine.live == 1)
+    wait_until(lambda: served.engine.live == 0, 5)
+    assert served.engine.aborted == [(served.engine.requests[0].request_id, None)]
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such limit")
 def test_a_stream_that_nobody_reads_ends(monkeypatch):
     monkeypatch.setattr("serve.connections._STALLED_SECONDS", 1.0)

@@ -347,6 +347,14 @@ def test_the_first_space_of_a_text_is_shown(served, monkeypatch):
 
 
 def test_requests_are_counted(following):
-    following.post(CHAT, {"messages": HELLO, "guided_choice": ["a"]}).raise_for_status()
-    text = following.http.get("/metrics").text
-    assert 'tangram:structured_requests_total{kind="choice",model_name="tiny"}' in text
+    def counted():
+        text = following.http.get("/metrics").text
+        return re.findall(r'structured_requests_total\{kind="(\w+)",model_name="tiny"\} (\d+)', text)
+
+    before = dict(counted())
+    body = {"messages": HELLO, "guided_choice": ["a"]}
+    following.post(CHAT, body).raise_for_status()
+    assert dict(counted()) == before | {"choice": str(int(before.get("choice", 0)) + 1)}
+    long = [{"role": "user", "content": "x" * 600}]
+    assert following.post(CHAT, body | {"messages": long}).status_code == 400
+    assert dict(counted())["choice"] == str(int(before.get("choice", 0)) + 1)
