@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import threading
@@ -46,8 +47,8 @@ class Core:
         self.prompts, self.steps, self.model = prompts, steps, model
         rows, length = prompts.shape
         config = model.config
-        # The server's own choice: as calibrated, the shipped profile keeps more than its target.
         profile = choose_profile(ServeConfig(retention=retention), config, model.name)
+        profile = dataclasses.replace(profile, retention=retention).normalized()  # as the server takes it
         self.plan = plan = tj.CachePlan.build(
             profile, heads_per_page=1, page_size=16, min_entries=MIN_ENTRIES
         )

@@ -110,17 +110,18 @@ def measure(
     dtype: Any,
     drafts: int = 0,
 ) -> dict:
-    sliding = tj.SlidingLayers.of(config, max_tail=TAIL)
+    tail = TAIL + drafts
+    sliding = tj.SlidingLayers.of(config, max_tail=tail)
     plan = tj.CachePlan.build(ragged(config, retention), args.heads_per_page, args.page_size, sliding=sliding)
-    needed = batch * plan.pages(tokens, TAIL)
+    needed = batch * plan.pages(tokens, tail)
     page_bytes = plan.page_bytes(config.head_dim, dtype)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
-    sizes: dict[str, Any] = {"max_tokens": tokens + TAIL, "max_tail": TAIL, "dtype": dtype}
+    sizes: dict[str, Any] = {"max_tokens": tokens + tail, "max_tail": tail, "dtype": dtype}
     sizes |= {"num_pages": num_pages, "max_requests": batch}
     parallel = TensorParallel.of(config, plan, args.devices) if args.devices > 1 else None
     cache = parallel.init_cache(**sizes) if parallel else tj.init_cache(plan, config, **sizes)
     for row in range(batch):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(TAIL))
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(tail))
     cache = rewound(cache, tokens)
     rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
@@ -153,6 +154,8 @@ def measure(
             chosen, cache = program(params, cache, chosen)
         chosen.block_until_ready()
         times.append((time.perf_counter() - began) / IN_A_ROW)
+        if (np.asarray(cache.tail) != IN_A_ROW).any():
+            raise RuntimeError(f"steps left rows out: they decoded {cache.tail} tokens of {IN_A_ROW}")
     if args.profile:
         print_profile(program, params, rewound(cache, tokens), chosen)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -1,7 +1,7 @@
 """Does the alarm on drift (`python -m serve --drift-interval`) go off when it should, and only then?
 
   python -m benchmarks.drift                            the default model and its shipped profile, on a CPU
-  python -m benchmarks.drift --heldout 40 --others 10   sooner, with wider margins
+  python -m benchmarks.drift --heldout 40               sooner, with wider margins
   python -m benchmarks.drift --shares FILE              measured shares are kept in FILE (.npz), or taken from there
 
 Held-out texts in calibration's mix must not raise it; of the other kinds (`benchmarks/drift_inputs.py`) the table says
@@ -131,7 +131,7 @@ def figures(profile: BudgetProfile, shares: dict[str, np.ndarray], windows: int)
         }
         if not kind.startswith(HELDOUT):
             for part in (4, 2):  # of a window, the rest held-out texts
-                few = size // part
+                few = WINDOW // part
 
                 def mixed(values: np.ndarray = values, few: int = few) -> np.ndarray:
                     return np.concatenate([window(values, few), window(ordinary, WINDOW - few)])
@@ -200,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the figures here (.json)")
     arguments = parser.parse_args(argv)
     path = arguments.profile or shipped_profile(arguments.model)
-    if path is None or min(arguments.heldout, arguments.others) < WINDOW // 2:
-        parser.error(f"give --profile FILE, and at least {WINDOW // 2} samples of each kind")
+    if path is None or min(arguments.heldout, arguments.others) < WINDOW:
+        parser.error(f"give --profile FILE, and at least {WINDOW} samples of each kind")
     profile = BudgetProfile.load(path)
     if profile.ratios is None or "sample_tokens" not in profile.provenance:
         parser.error(f"{path} does not say how it was measured: calibrate again")

@@ -31,7 +31,8 @@ def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[
     """Seconds until all have answered and the share of prompt tokens found in the cache, of every turn."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, args.history).tolist() for _ in range(args.sessions)]
-    rows = []
+    answer_all(engine, [list(range(32))], 4)  # whatever a first time brings
+    rows: list[dict[str, float]] = []
     for turn in range(args.turns):
         before = engine.stats().restored_bytes_total
         seconds, outputs = answer_all(engine, prompts, args.generate)

@@ -32,8 +32,16 @@ from serve.engine import Engine
 from serve.limits import Limits
 from serve.program_store import keep_compiled
 
+_chunk_size = Limits.chunk_size
+
+
+def _never_split(limits: Limits, ahead: int, beside_decode: bool) -> int:
+    with mock.patch("serve.limits.WORTH_A_STEP", 1 << 30):  # which counts where prompts are packed, too
+        return _chunk_size(limits, ahead, beside_decode)
+
+
 OTHERWISE: dict[str, Callable[[], Any]] = {
-    "not split": lambda: mock.patch("serve.limits.WORTH_A_STEP", 1 << 30),
+    "not split": lambda: mock.patch.object(Limits, "chunk_size", _never_split),
     "one prompt a step": lambda: mock.patch.object(Limits, "worth_packing", return_value=False),
 }
 
@@ -48,7 +56,7 @@ def lengths(requests: int, mean: int, spread: float, most: int) -> np.ndarray:
 
 def serve(engine: Engine, prompts: list[list[int]], generate: int) -> dict[str, float]:
     """All prompts at once, until all are answered."""
-    before = engine.stats().steps_total
+    before = engine.stats()
     seconds, outputs = answer_all(engine, prompts, generate)
     first = np.array([a[0] for a in outputs.at]) - outputs.made
     gaps = np.concatenate([np.diff(a) for a in outputs.at])
@@ -61,8 +69,8 @@ def serve(engine: Engine, prompts: list[list[int]], generate: int) -> dict[str, 
         "first_p99_s": float(np.percentile(first, 99)),
         "gap_median_ms": float(np.median(gaps)) * 1e3,
         "gap_p99_ms": float(np.percentile(gaps, 99)) * 1e3,
-        "steps": engine.stats().steps_total - before,
-        "preemptions": engine.stats().preemptions_total,
+        "steps": engine.stats().steps_total - before.steps_total,
+        "preemptions": engine.stats().preemptions_total - before.preemptions_total,
     }
 
 

@@ -10,11 +10,11 @@
 Both products of an MLP (gate and up with SiLU, down), kernel times by the profiler, in one scan, cold L2 (an array larger
 than it is read in between). Tokens are routed evenly at random; a single one has an empty slot beside it, as in a decode
 step. The floor is what is larger: the bytes of the experts that are reached at the roof, a large reduction measured in the
-same run, or the products at 800 TFLOP/s. `ragged_dot` is `jax.lax.ragged_dot`, `pallas` the kernel in
+same run, or the products at 800 TFLOP/s, twice that in FP8. `ragged_dot` is `jax.lax.ragged_dot`, `pallas` the kernel in
 `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` at the better of two tiles; they compute gate and up alone, without SiLU,
-and are compared with our first product. With `--mxfp4` and `--fp8` both products are compared with those of our kernel for
-bfloat16, with what makes FP8 of the tokens and of the first product's results (`quantise`). GPT-OSS's have its biases and
-activation.
+in one call whose L2 is as the call before left it, and are compared with our first product. With `--mxfp4` and `--fp8`
+both products are compared with those of our kernel for bfloat16, with what makes FP8 of the tokens and of the first
+product's results (`quantise`). GPT-OSS's have its biases and activation.
 """
 
 import argparse
@@ -124,9 +124,9 @@ def measure(
     first, second, quantise = both_us(given, experts, (gate_up, down), like_gpt_oss, in_order, dynamic)
     reached = len(np.unique(experts)) / num_experts
     read = sum(leaf.nbytes for leaf in jax.tree.leaves((gate_up, down))) * reached / roof / 1e3
-    computed = tokens * count * 6 * hidden * width / TENSOR_CORES / 1e6
+    computed = tokens * count * 6 * hidden * width / (TENSOR_CORES * (2 if dynamic else 1)) / 1e6
     row = {"tokens": tokens, "experts": round(reached * num_experts), "first_us": first, "second_us": second}
-    row |= {"ratio": (first + second) / max(read, computed), "floor_us": max(read, computed)}
+    row |= {"ratio": (first + second + quantise) / max(read, computed), "floor_us": max(read, computed)}
     if packed:
         row["quantise_us"] = quantise
         row["bfloat16_us"] = sum(both_us(given, experts, weights, like_gpt_oss, in_order, False))
@@ -134,7 +134,8 @@ def measure(
     elif others:
         sizes = jnp.asarray(np.bincount(experts.ravel(), minlength=num_experts).astype(np.int32))
         x = jax.random.normal(jax.random.key(1), (max(tokens * count, 64), hidden), jnp.bfloat16)
-        sizes = sizes.at[-1].add(len(x) - tokens * count)  # the kernel of Pallas wants a tile at least
+        # The kernel of Pallas wants a tile at least; no other expert is read for it.
+        sizes = sizes.at[experts[0, 0]].add(len(x) - tokens * count)
         flat = weights[0].reshape(num_experts, hidden, 2 * width)
         row["ragged_dot_us"] = library_us(jax.lax.ragged_dot, x, flat, sizes)
 

@@ -141,6 +141,8 @@ def main() -> None:
     )
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.tokens <= WARM_UP:
+        parser.error(f"--tokens must be more than the {WARM_UP} steps that are not measured")
     if args.client:
         print(asyncio.run(ask_all(args.client, args.streams, args.tokens)))
         return

@@ -2,7 +2,7 @@
 
   python -m benchmarks.keep                    a minute on one Hopper GPU
   python -m benchmarks.keep --pool-gib 60      the same in a pool of 60 GiB: none of it is copied
-  python -m benchmarks.keep --step             also whole prefill steps of the model
+  python -m benchmarks.keep --step             also whole prefill steps of the model; without kernels for attention neither
 
 Llama-3.1-8B's shape, a chunk of 2048 tokens (`--chunk`) after 8192, budgets lognormal (sigma 0.8) around 0.25, groups of
 four heads, pages of 64, room for a tail of 256: once with nothing in the tail but the trailing window (a prompt under

@@ -3,7 +3,6 @@
 Times are sums of an operation's kernels with a cold L2, in microseconds; nothing here knows sinks.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,24 +21,17 @@ Arrays = tuple[jax.Array, ...]
 
 
 def cold_busy_us(call: Callable[..., jax.Array], args: Arrays) -> float:
-    """Time of all kernels of `call(*args)` with a cold L2: a scan of calls and sweeps, less the sweeps."""
-    return _scan_us(cold_calls(call, CALLS), args) - _sweep_us()
+    """Time of all kernels of `call(*args)` with a cold L2: a scan of calls and sweeps, less what is not the call."""
+    return _scan_us(cold_calls(call, CALLS), args) - _around_us(args[0])
+
+
+def _around_us(first: jax.Array) -> float:
+    """A sweep, and what the scan does to the first argument."""
+    return _scan_us(cold_calls(lax.optimization_barrier, CALLS), (first,))
 
 
 def _scan_us(run: Callable[..., Any], args: Arrays) -> float:
     return sum(map(sum, kernels_of(run, (flush_buffer(), *args)).values())) / CALLS
-
-
-@functools.cache
-def _sweep_us() -> float:
-    @jax.jit
-    def run(flush: jax.Array) -> Any:
-        def step(carry: jax.Array, _: Any) -> tuple[jax.Array, None]:
-            return jnp.sum(flush.astype(jnp.float32) * carry) * 1e-30 + 1.0, None
-
-        return lax.scan(step, jnp.float32(1.0), None, length=CALLS)
-
-    return _scan_us(run, ())
 
 
 def flat(x: Inputs) -> Arrays:

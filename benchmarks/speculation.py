@@ -87,13 +87,13 @@ def answered(
     after = engine.stats()
     start, end = max(a[0] for a in outputs.at), min(a[-1] for a in outputs.at)
     made = sum(start < t <= end for times in outputs.at for t in times)
-    steps = after.steps_total - before.steps_total
     row = {
         "ms": (end - start) / made * len(prompts) * 1e3,
-        "tokens a step": sum(map(len, outputs.tokens)) / len(prompts) / steps,
         "drafted": after.draft_tokens_total - before.draft_tokens_total,
         "accepted": after.accepted_tokens_total - before.accepted_tokens_total,
     }
+    if len(prompts) == 1:  # of several the steps that read prompts would count
+        row["tokens a step"] = len(outputs.tokens[0]) / (after.steps_total - before.steps_total)
     return row, outputs.tokens
 
 

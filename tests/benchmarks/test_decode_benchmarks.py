@@ -96,7 +96,7 @@ def test_baselines(monkeypatch, tmp_path, capsys):
         ragged_decode_baselines.PEERS, "Pallas-Triton", lambda x, equal: {"Pallas-Triton": 30.0}
     )
     monkeypatch.setattr(ragged_decode_baselines.ragged_peers, "flat", flat)
-    monkeypatch.setattr(ragged_decode_baselines.ragged_peers, "_sweep_us", lambda: 5.0)
+    monkeypatch.setattr(ragged_decode_baselines.ragged_peers, "_around_us", lambda q: 5.0)
     with as_measured():
         lines = run(ragged_decode_baselines.main, tmp_path)
     out = capsys.readouterr().out
