@@ -292,6 +292,8 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
     problems = []
     if not isinstance(config.get("text_config"), Mapping | None):
         problems.append(f"text_config={config['text_config']!r}")
+    if config.get("is_causal") is False:
+        problems.append("is_causal=false")
     for flag in ("attention_bias", "mlp_bias"):
         if config.get(flag) and (flag == "mlp_bias" or architecture not in ("Qwen2ForCausalLM", GPT_OSS)):
             problems.append(f"{flag}=true")

@@ -109,6 +109,8 @@ class GGUFFile:
         if architecture not in _PATTERNS:
             features["attention.sliding_window"] = "sliding window"
         problems += [text for key, text in features.items() if self.field(f"{architecture}.{key}")]
+        if self.field(f"{architecture}.attention.causal", True) is False:
+            problems.append("attention.causal=false")
         if problems:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: {', '.join(problems)} not supported. Supported in GGUF files: "

@@ -93,10 +93,10 @@ def read_tokenizer(field: Field, path: Path, config: ModelConfig) -> Tokenizer:
 
 def _byte_level(field: Field, path: Path, tokens: Sequence[str], types: Sequence[int]) -> Backend:
     del types
-    pre = field("tokenizer.ggml.pre", "default")
+    pre = field("tokenizer.ggml.pre")
     merges = [tuple(merge.split(" ", 1)) for merge in field("tokenizer.ggml.merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.startswith("llama")))
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=str(pre).startswith("llama")))
     backend.normalizer = normalizers.NFC() if pre == "qwen2" else normalizers.Sequence([])
     backend.pre_tokenizer = _pre_tokenizer(pre, path)
     backend.decoder = decoders.ByteLevel()
@@ -149,10 +149,15 @@ def merges_of_scores(
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(pre: str | None, path: Path) -> pre_tokenizers.PreTokenizer:
     """How llama.cpp's named pre-tokenizers split text, in terms of `tokenizers`."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in ("default", "gpt-2"):
+    if pre in (None, "default"):
+        raise UnsupportedModelError(
+            f"cannot load the tokenizer of {path}: it does not say how text is split (tokenizer.ggml.pre), as early files "
+            "of Llama 3 and others: take a newer file, or the model's directory from the hub"
+        )
+    if pre == "gpt-2":
         return byte_level
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])

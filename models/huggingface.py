@@ -27,6 +27,9 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 _IGNORED = ["original/*", "consolidated*", "onnx/*", "*.index.json.lock"]
 
 
+_TEKKEN = 131_072  # tokens of Mistral's tokenizer since Nemo
+
+
 class ModelNotFoundError(ValueError):
     """No such model, or it could not be fetched; the message says what to do."""
 
@@ -68,6 +71,7 @@ class HuggingFaceDirectory:
     def _config(self, name: str) -> ModelConfig:
         contents = overridden(_read_json(self.path / "config.json"), self._overrides)
         config = config_from_huggingface(contents, name)
+        self._model_type = contents.get("model_type")
         self.quantisation: Quantisation | None = read_quantisation(contents.get("quantization_config"))[0]
         said = end_token_ids(self._generation_config(), f"generation_config.json of {name}")
         ids = {*config.eos_token_ids, *said}
@@ -137,8 +141,12 @@ class HuggingFaceDirectory:
             raise UnsupportedModelError(
                 f"{self.path} has no tokenizer.json: only fast tokenizers are supported"
             )
+        # Mistral's files with this vocabulary were converted with the pattern of Llama 3; transformers mends them if asked.
+        tekken = self._model_type == "mistral" and self.config.vocab_size == _TEKKEN
         try:
-            fast = PreTrainedTokenizerFast.from_pretrained(self.path, clean_up_tokenization_spaces=False)
+            fast = PreTrainedTokenizerFast.from_pretrained(
+                self.path, clean_up_tokenization_spaces=False, fix_mistral_regex=tekken
+            )
         except Exception as error:  # whatever a damaged file makes of the library's code, which names none
             raise UnsupportedModelError(
                 f"the tokenizer in {self.path} cannot be read ({type(error).__name__}: {error}): fetch tokenizer.json, "

@@ -135,6 +135,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, lis
     theta = 10000.0 if rope.get("rope_theta") is None else rope["rope_theta"]
     if not is_positive(theta) or theta <= 1:
         problems.append(f"rope_theta={theta!r}")
+    for name, neutral in (("partial_rotary_factor", 1), ("llama_4_scaling_beta", 0)):
+        problems += [f"{name}={x[name]!r}" for x in (config, rope) if x.get(name) not in (None, neutral)]
     if kind not in ("default", *_REQUIRED):
         return 0.0, None, [*problems, f"rope scaling of type {kind!r}"]
     if kind == "default":

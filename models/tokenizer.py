@@ -43,6 +43,9 @@ class Tokenizer:
     def __init__(self, fast: PreTrainedTokenizerFast, eos_token_ids: Sequence[int] = ()) -> None:
         self._fast = fast
         self._backend = fast.backend_tokenizer
+        # What a tokenizer.json says of these is how it was trained with, and transformers' calls leave it out, too.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         decoder = self._backend.decoder
         kinds = _decoder_kinds(json.loads(decoder.__getstate__())) if decoder is not None else set()
         self._byte_level = "ByteLevel" in kinds

@@ -64,7 +64,8 @@ def write_gguf(
     if pieces is None:
         tokens = [*SPECIAL_TOKENS, *(BYTE_TO_CHAR[b] for b in range(255)), "ab"]  # byte 255 is never in UTF-8
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
         writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(tokens) - len(SPECIAL_TOKENS)))
         writer.add_token_merges(["a b"])

@@ -226,6 +226,11 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
         load_model(tmp_path / "text.gguf")
     with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'tekken' not supported"):
         load_model(write_gguf(tmp_path / "q.gguf", source, config, pre="tekken"))
+    for pre in (None, "default"):
+        with pytest.raises(UnsupportedModelError, match="does not say how text is split"):
+            load_model(write_gguf(tmp_path / "d.gguf", source, config, pre=pre))
+    with pytest.raises(UnsupportedModelError, match=r"attention\.causal=false not supported"):
+        load_model(write_gguf(tmp_path / "c.gguf", source, config, flags={"llama.attention.causal": False}))
     with pytest.raises(UnsupportedModelError, match=r"one of 3 parts: .* NAME-00001-of-00003\.gguf"):
         load_model(write_gguf(tmp_path / "p.gguf", source, config, ints={"split.count": 3}))
     half = {"llama.rope.dimension_count": config.head_dim // 2}

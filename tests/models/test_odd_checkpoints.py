@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
 from models.huggingface import HuggingFaceDirectory
@@ -41,6 +42,13 @@ def test_a_config_that_says_two_things():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     config = config_from_huggingface(said | {"rope_parameters": newer, "rope_scaling": yarn}, "x")
     assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling.yarn(4.0, 512))
+    for odd, words in (
+        ({"is_causal": False}, "is_causal=false"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": newer | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{words} not supported"):
+            config_from_huggingface(said | odd, "x")
     mixtral = json.loads((GOLDEN / "tiny_mixtral" / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match="num_local_experts=4 but num_experts=5"):
         config_from_huggingface(mixtral | {"num_experts": 5}, "x")
@@ -62,3 +70,23 @@ def test_of_several_files_those_of_the_model_are_read(tmp_path):
     (directory / "model.safetensors").rename(directory / "model_new.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"in two files, model_old.safetensors is one of them"):
         HuggingFaceDirectory(directory).open()
+
+
+def test_mistrals_large_vocabulary_is_split_as_it_was_made(tmp_path, monkeypatch):
+    """transformers mends the pattern in the files if it is asked to; without it warns of wrong tokens."""
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_tied", directory)
+    tiny_tokenizer().save(str(directory))
+    config = json.loads((directory / "config.json").read_text())
+    asked, load = [], PreTrainedTokenizerFast.from_pretrained
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "from_pretrained",
+        lambda *args, fix_mistral_regex, **rest: asked.append(fix_mistral_regex) or load(*args, **rest),
+    )
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    for kind, tokens in (({}, config["vocab_size"]), (mistral, config["vocab_size"]), (mistral, 5)):
+        (directory / "config.json").write_text(json.dumps(config | kind))
+        monkeypatch.setattr("models.huggingface._TEKKEN", tokens)
+        HuggingFaceDirectory(directory).tokenizer()
+    assert asked == [False, True, False]

@@ -160,6 +160,19 @@ def test_sentencepiece_with_byte_fallback():
     assert tokenizer.eos_token_ids == (2,)
 
 
+def test_what_it_was_trained_with_cuts_and_pads_no_text(tmp_path):
+    tiny_tokenizer().save(str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    text = "a text of more than eight tokens"
+    expected = tiny_tokenizer().encode(text)
+    backend = Backend.from_file(str(file))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=64)
+    backend.save(str(file))
+    assert len(backend.encode(text)) == 64 and '"max_length":8' in file.read_text().replace(" ", "")
+    assert Tokenizer(PreTrainedTokenizerFast.from_pretrained(tmp_path)).encode(text) == expected
+
+
 def test_unknown_decoder_is_refused():
     backend = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
