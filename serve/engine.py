@@ -8,6 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from serve.grammar import GrammarFailure
 from serve.handles import Handles, Sampled
 from serve.limits import Limits
@@ -89,8 +91,6 @@ class Engine:
 
     def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         """See EngineProtocol."""
-        if len(self._sequences) >= MOST_REQUESTS:
-            raise EngineUnavailable(f"{MOST_REQUESTS} requests are queued already: try again later")
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens, request.retention)
         try:
             self._runner.check_sampling(request.sampling)
@@ -99,6 +99,10 @@ class Engine:
         with self._wake:
             if not self.ready or self._stopping:
                 raise EngineUnavailable("the engine is not running")
+            if (
+                len(self._sequences) + len(self._commands) >= MOST_REQUESTS
+            ):  # some of these wait to be taken in
+                raise EngineUnavailable(f"{MOST_REQUESTS} requests are queued already: try again later")
             self._tell(lambda: self._add(request, on_output))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
@@ -227,32 +231,24 @@ class Engine:
                 TokenOutput(finish_reason="error", error=message),
             )
             return
-        how = request.sampling
-        try:
-            grammars = [
-                how.grammar.start(ignore_end=how.ignore_eos) if how.grammar else None
-                for _ in range(request.n)
-            ]
-        except GrammarFailure as error:
-            for choice in range(request.n):
-                self._emit(
-                    Sequence(request, choice, on_output, 0, 0, self._runner.plan.group_ppm),
-                    _bad_grammar(choice, error),
-                )
-            return
-        base = how.seed
-        first: Sequence | None = None
-        made = []
+        how, base = request.sampling, request.sampling.seed
+        made: list[Sequence] = []
         for choice in range(request.n):
             seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
             self._arrivals += 1
-            budgets = self._scheduler.budgets(request.retention)
-            sequence = Sequence(request, choice, on_output, seed, self._arrivals, budgets, parent=first)
-            sequence.grammar = grammars[choice]
-            first = first or sequence
-            made.append(sequence)
+            budgets, first = self._scheduler.budgets(request.retention), made[0] if made else None
+            made.append(Sequence(request, choice, on_output, seed, self._arrivals, budgets, parent=first))
+        self._sequences[request.request_id] = made  # so that whatever fails from here on ends them
+        try:
+            for sequence in made:
+                sequence.grammar = how.grammar.start(ignore_end=how.ignore_eos) if how.grammar else None
+        except GrammarFailure as error:
+            del self._sequences[request.request_id]
+            for sequence in made:
+                self._emit(sequence, _bad_grammar(sequence.choice, error))
+            return
+        for sequence in made:
             self._scheduler.add(sequence)
-        self._sequences[request.request_id] = made
 
     def _abort(self, request_id: str, choice: int | None) -> None:
         for sequence in list(self._sequences.get(request_id, ())):
@@ -285,6 +281,8 @@ class Engine:
         sequence.in_flight -= 1
         if sequence.phase is Phase.ENDED:
             return
+        if sequence.tokens is sequence.request.prompt_ids:
+            sequence.tokens = [*sequence.tokens]  # its own from here on
         sequence.tokens.append(sampled.token)
         if sequence.phase is Phase.CLOSING:
             self._scheduler.close(sequence)
@@ -346,8 +344,8 @@ class Engine:
         host = scheduler.offload.store
         now = time.monotonic()
         if now >= self._gauges_due or not (self._busy or self._under_way):
-            self._gauges_due = now + GAUGE_SECONDS
             self._gauges = scheduler.sessions.pages, self._retention_reached()
+            self._gauges_due = time.monotonic() + GAUGE_SECONDS
         self._stats = EngineStats(
             requests_running=len(scheduler.running),
             requests_waiting=len(scheduler.waiting),
@@ -384,5 +382,9 @@ class Engine:
         scheduler, plan = self._scheduler, self._runner.plan
         states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
         full = sum(s.cached for s in states) * plan.group_of.size
-        held = sum(plan.entries(s.compressed, s.budgets) + s.tail * plan.group_of.size for s in states)
+        heads = np.bincount(plan.group_of.reshape(-1), minlength=plan.num_groups)
+        held = sum(s.tail for s in states) * plan.group_of.size
+        for budgets in {id(s.budgets): s.budgets for s in states}.values():
+            counts = np.array([s.compressed for s in states if s.budgets is budgets])
+            held += int((plan.lengths(counts, budgets).sum(0, dtype=np.int64) * heads).sum())
         return held / full if full else None

@@ -175,7 +175,7 @@ class GrammarState:
             raise _failure(panic) from panic
         if error:
             raise _failure(error)
-        self._left += SLOW_TOKEN - (time.thread_time() - began)
+        self._left = min(SLOW_STEP, self._left + SLOW_TOKEN - (time.thread_time() - began))
         if self._left < 0:
             raise GrammarFailure(
                 "the grammar of this request takes too long for every token: make it simpler"

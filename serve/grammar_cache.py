@@ -37,7 +37,7 @@ class GrammarCache:
         """
         key = spec.kind, spec.text, spec.thoughts
         future = self._grammars.get(key)
-        if future is None:
+        if future is None or (future.done() and future.exception()):  # its clients had left before it failed
             if sum(not f.done() for f in self._grammars.values()) >= MOST_WAITING:
                 raise unavailable("Too many grammars are being compiled: try again later.")
             future = self._grammars[key] = self._executor.submit(self._compile, spec)

@@ -51,8 +51,14 @@ class Prefixes:
                 other.borders[common] = sequence
                 return True
             most = max(most, common)
-        alike = (s for s in self._rows.sessions if s.state.budgets is sequence.budgets)
-        most = max([most, *(common_with(s.tokens) for s in alike)])
+        for s in self._rows.sessions:
+            at = max(most, least - 1)  # where it must agree to have more in common
+            if (
+                s.state.budgets is sequence.budgets
+                and len(s.tokens) > at < len(prompt)
+                and s.tokens[at] == prompt[at]
+            ):
+                most = max(most, common_with(s.tokens))
         if most:
             sequence.borders.setdefault(most, None)
         return False

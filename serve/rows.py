@@ -61,7 +61,7 @@ class Rows:
         return True
 
     def could_secure(self, need: int) -> bool:
-        return need <= self.pages.free + self.sessions.pages
+        return need <= self.pages.free or need <= self.pages.free + self.sessions.pages
 
     def evict(self) -> bool:
         session = self.sessions.evict()

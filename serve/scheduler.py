@@ -104,6 +104,9 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.in_flight:  # preempted, with a token still to be read
                 return
+            if sequence.parent and sequence.parent.phase in (Phase.CLOSING, Phase.ENDED):
+                # Another choice that still has the prompt, which would run again otherwise.
+                sequence.parent = next((s for s in self.running if s.request is sequence.request), None)
             if sequence.parent and sequence.parent.unsure:
                 return  # its row cannot be copied yet
             forked = self._fork_parent(sequence)

@@ -69,7 +69,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            self.tokens = list(self.request.prompt_ids)
+            self.tokens = self.request.prompt_ids  # of all choices, until there are more: it may be long
         if self.sampling.prompt_logprobs is not None and self.choice == 0:
             self.prompt_logprobs = [None] * len(self.tokens)
 

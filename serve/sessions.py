@@ -100,10 +100,12 @@ def find[S: StoredSession](
     for session in sessions:
         if session.state.budgets is not budgets:
             continue
-        if len(session.tokens) < most or session.tokens[most - 1] != prompt[most - 1]:
+        compressed = session.state.compressed
+        need = max(most, compressed - reach_back.most)
+        # Where it must agree at least; most end here.
+        if need >= len(prompt) or len(session.tokens) < need or session.tokens[need - 1] != prompt[need - 1]:
             continue  # it has less in common; most end here
         stays = min(common_length(session.tokens, prompt), len(prompt) - 1)
-        compressed = session.state.compressed
         if len(prompt) < compressed or stays < compressed - reach_back(session.state) or stays < most:
             continue
         # Of two that save as much the prefix, which loses nothing by it.
@@ -116,7 +118,7 @@ class ReachBack:
     """How many compressed tokens a rollback may take off: as far as every group still holds the window whole."""
 
     def __init__(self, plan: CachePlan) -> None:
-        self._plan = plan
+        self._plan, self.most = plan, plan.window
 
     def __call__(self, state: RowState) -> int:
         return int(min(self._plan.window, self._plan.lengths(state.compressed, state.budgets).min()))

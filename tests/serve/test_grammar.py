@@ -224,6 +224,17 @@ def test_a_grammar_that_takes_a_little_long_for_many_tokens_ends(monkeypatch):
         state.advance(byte("a"))
 
 
+def test_quick_tokens_save_up_no_time_for_slow_ones(monkeypatch):
+    state = TINY.compile(lark("regex", "a*")).start()
+    for _ in range(1000):
+        state.advance(byte("a"))
+    clock = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock))
+    with pytest.raises(GrammarFailure, match="too long for every token"):
+        for _ in range(6):
+            state.advance(byte("a"))
+
+
 def test_a_grammar_that_cannot_be_started(monkeypatch):
     compiled = TINY.compile(lark("regex", "ab"))
 
@@ -311,6 +322,40 @@ def test_what_failed_once_is_compiled_anew(monkeypatch):
     compiled = asyncio.run(cache.get(spec))
     assert allowed(compiled.start()) == {byte("a")}
     assert asyncio.run(cache.get(spec)) is compiled
+    cache.close()
+
+
+def test_what_failed_for_a_client_that_had_left_is_compiled_anew(monkeypatch):
+    spec, begun, go, times = (
+        GrammarSpec("regex", "a+", "guided_regex"),
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
+    compiled = Vocabulary.compile
+
+    def fails_first(vocabulary, text):
+        times.append(text)
+        if len(times) == 1:
+            begun.set()
+            go.wait(10)
+            raise GrammarError("it takes too long")
+        return compiled(vocabulary, text)
+
+    monkeypatch.setattr(Vocabulary, "compile", fails_first)
+    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
+
+    async def leave_and_come():
+        first = asyncio.create_task(cache.get(spec))
+        await asyncio.to_thread(begun.wait, 10)
+        first.cancel()
+        go.set()
+        while not all(future.done() for future in cache._grammars.values()):
+            await asyncio.sleep(0.01)
+        return await cache.get(spec)
+
+    assert allowed(asyncio.run(leave_and_come()).start()) == {byte("a")}
+    assert len(times) == 2
     cache.close()
 
 

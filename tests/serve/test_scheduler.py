@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from serve.request import RequestRejected
+from serve.engine import Engine
+from serve.request import EngineUnavailable, GenerationRequest, RequestRejected, SamplingParams
 from tests.serve.fake_device import VOCAB
 from tests.serve.loop import Loop, make_limits, make_plan
 
@@ -14,6 +15,38 @@ FULL = make_plan(1.0)  # 4 groups of one head each
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(8, VOCAB, length).tolist()
+
+
+def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
+    bench, outputs = loop(), []
+
+    class Broken:
+        def start(self, ignore_end):
+            raise MemoryError
+
+    how = SamplingParams(max_tokens=2, grammar=Broken())
+    request = GenerationRequest(request_id="a", prompt_ids=prompt(5), sampling=how, n=2)
+    with pytest.raises(MemoryError) as raised:
+        bench.engine._add(request, outputs.append)
+    assert bench.engine._recover(raised.value)
+    assert [(o.choice, o.finish_reason) for o in outputs] == [(0, "error"), (1, "error")]
+    bench.run(prompt(9)).check()
+
+
+def test_requests_that_are_not_taken_in_yet_count(monkeypatch):
+    monkeypatch.setattr("serve.engine.MOST_REQUESTS", 3)
+    monkeypatch.setattr(Engine, "ready", True)
+    bench = loop()
+    bench.runner.check_sampling = lambda _: None
+    for n in range(4):
+        request = GenerationRequest(
+            request_id=f"{n}", prompt_ids=prompt(5), sampling=SamplingParams(max_tokens=2)
+        )
+        if n < 3:
+            bench.engine.submit(request, lambda _: None)
+            continue
+        with pytest.raises(EngineUnavailable, match="3 requests are queued already"):
+            bench.engine.submit(request, lambda _: None)
 
 
 def loop(num_pages: int = 1000, plan=FULL, **limits) -> Loop:

@@ -32,6 +32,23 @@ def test_choices_fork_the_first_one():
     assert bench.scheduler.pages.used < 3 * plan.pages(70)
 
 
+@pytest.mark.parametrize("max_stored", [0, 4])
+def test_choices_that_waited_fork_another_one_once_the_first_has_ended(max_stored):
+    """Of a prompt of 60 tokens each of them would run all again: with four rows the last one is the sixteenth choice."""
+    bench = loop(plan=make_plan(), max_running=4, max_stored=max_stored)
+    job = bench.add(prompt(60), n=16, max_tokens=12, ignore_eos=True)
+    ends = [2, *(3 + choice % 7 for choice in range(1, 16))]
+    left = set(range(16))
+    while bench.busy:
+        bench.step()
+        for choice in [c for c in left if len(job.outputs[c]) >= ends[c]]:
+            left.remove(choice)
+            bench.abort(job, choice)
+    job.check()
+    window = make_plan().window
+    assert bench.engine._totals["prefilled"] <= 60 + 15 * (window + 1)
+
+
 def test_choices_of_a_stored_prompt_sample_from_its_logits_too():
     bench = loop(plan=make_plan())
     bench.run(prompt(60), max_tokens=4, ignore_eos=True)
