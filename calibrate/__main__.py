@@ -282,7 +282,7 @@ def _report(result: Calibration, console: Console, heads_per_page: int) -> None:
             f"against single held-out samples, averaged: {stability.heldout_single}",
             f"held-out needs within the budget (sample, head): {stability.covered}",
             f"held-out entries beyond the budgets: {stability.overflow}",
-            "Brackets: 95% bootstrap intervals over held-out samples.",
+            "Brackets: 95% intervals over held-out samples (bootstrap; of the correlation of means by a jackknife).",
         ]
     console.print("\n".join(lines), highlight=False, markup=False)
 

@@ -85,7 +85,8 @@ def calibrate_shares(
         if not 0.0 < retention <= 1.0:
             raise ValueError(f"retention is the kept fraction and must lie in (0, 1], found {retention}")
     total = config.num_kv_heads * candidates
-    keeps = [int(kept_entries(round(retention * PPM), total)) for retention in retentions]  # ceil, exactly
+    # Exactly the ceiling, so one at least.
+    keeps = [max(1, int(kept_entries(round(retention * PPM), total))) for retention in retentions]
     positions = jnp.arange(n, dtype=jnp.int32)
 
     windowed = dense_attend(positions, config=config)

@@ -99,13 +99,13 @@ def _sample(
     others = [i for i in range(len(documents)) if i != first]
     rng.shuffle(others)
     most = tokens * TOKEN_CHARACTERS
-    ids = list(encode(_from(documents[first], start, most)))
+    ids = list(encode(_from(documents[first], start, most), True))
     kind = "own text" if isinstance(documents[first], str) else "own chat"
     # Where it began late in its document, the whole document may come in the end.
     for i in [*others, first]:
         if len(ids) >= tokens:
             break
-        ids += encode(_from(documents[i], 0, most))
+        ids += encode(_from(documents[i], 0, most), not ids)
     if len(ids) < tokens:
         raise ValueError(
             f"--texts has too little text for samples of {tokens} tokens: give more, or a smaller --sample-tokens"
@@ -113,11 +113,13 @@ def _sample(
     return TextSample(kind, "own texts", np.asarray(ids[:tokens], np.int32))
 
 
-def _encode(tokenizer: TextTokenizer, content: str) -> tuple[int, ...]:
+def _encode(tokenizer: TextTokenizer, content: str, begins: bool) -> tuple[int, ...]:
+    """`begins`: it comes first in its sample, where a prompt has what begins a text, and nowhere else."""
     text = json.loads(content)
     if isinstance(text, str):
-        return tuple(tokenizer.encode(text))
-    return tuple(chat_tokens(tokenizer, text))
+        return tuple(tokenizer.encode(text, add_special_tokens=begins))
+    ids = chat_tokens(tokenizer, text)
+    return tuple(ids[1:] if not begins and ids[:1] == [tokenizer.bos_token_id] else ids)
 
 
 def _from(document: Content, start: int, most: int) -> str:
@@ -131,12 +133,13 @@ def _starts(document: Content) -> list[int]:
         return [0]
     out, begin = [], 0
     for paragraph in document.split("\n\n"):
-        out.append(begin)
+        if paragraph.strip():
+            out.append(begin)
         for at in range(LONG, len(paragraph), LONG):
             lines_and_words = (paragraph.find(end, at, at + LONG) + 1 for end in "\n ")
             out.append(begin + next(filter(None, lines_and_words), at))
         begin += len(paragraph) + 2
-    return out
+    return out or [0]
 
 
 def _of_line(path: Path, number: int, line: str) -> Content:

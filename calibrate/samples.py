@@ -92,6 +92,8 @@ QUESTIONS = {
 class TextTokenizer(Protocol):
     """What this file needs of `models.tokenizer.Tokenizer`."""
 
+    bos_token_id: int | None
+
     @property
     def has_chat_template(self) -> bool: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...

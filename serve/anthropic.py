@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: answers in the form of Anthropic's API, whole or as events."""
 
+import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
@@ -93,12 +94,19 @@ class Answer:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call that may be cut; what is no object has none."""
+    """Arguments of a call that may be cut; what is no object has none. Models write line breaks into strings as they are."""
     try:
         found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
-        return {}
+        try:
+            found = json.loads(arguments, strict=False, parse_constant=_refused)
+        except (ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 async def create_message(

@@ -125,7 +125,8 @@ class Choice:
         if self._scanner.matched is not None:
             self._finish("stop", self._scanner.matched)
             return output.finish_reason is None
-        if self._reader is not None and self._reader.done:  # the only call that was wanted
+        # The only call that was wanted.
+        if self._reader is not None and self._reader.done and output.finish_reason != "stop":
             self._finish("stop", None)
             return output.finish_reason is None
         if output.finish_reason is not None:
@@ -153,7 +154,10 @@ class Choice:
             entry = TokenLogprob(token_id, self._offset, logprob, output.top_logprobs or [])
             self._delta.logprobs.append(entry)
         if output.finish_reason == "stop" and not self._include_stop:
-            return  # the token that ended the text is not a part of it
+            # The token that ended the text is not a part of it; what it ends, the reader may have to know.
+            if marker := self._marks.get(token_id):
+                self._add_mark(self._detokenizer.flush(), marker)
+            return
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
             self._shown = None
         elif self._shown is not None:

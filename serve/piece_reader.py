@@ -50,6 +50,13 @@ class PieceReader:
             self.raw.append(text)
         return text
 
+    def run(self, chars: str) -> str:
+        """Those of `chars` that come next and are there."""
+        end = self._at
+        while end < len(self._text) and self._text[end] in chars:
+            end += 1
+        return self.take(end - self._at)
+
     def until(self, char: str) -> tuple[str, bool]:
         """What is there of the text before `char`, and whether `char` comes next."""
         found = self._text.find(char, self._at)

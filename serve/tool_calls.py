@@ -248,7 +248,7 @@ class CallParser(PieceReader):
         """White space that is shown only if text follows."""
         self.raw = None
         while (char := (yield from self.peek())) and char in SPACE:
-            self._space += self.take(1)
+            self._space += self.run(SPACE)
 
     def _written_arguments(self) -> Step[None]:
         self._open = True

@@ -59,7 +59,9 @@ class ToolFormat(NamedTuple):
             "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
         ]
         for i, (name, schema) in enumerate(schemas.items()):
-            before = literal(self.opening + self._name(name) + self.middle, special)
+            before = self.opening + self._name(name) + self.middle
+            # An answer that is JSON begins with a token of JSON: one longer text would have to go on where that could.
+            before = _json_tokens(before) if answer and before[0] == "{" else literal(before, special)
             after = literal(self.closing, special)
             lines += [f"call{i}: {before} arguments{i} {after}", f"// tools {name}"]
             lines.append(f"arguments{i}: {json_rule(schema, _LAYOUT)}")
@@ -75,6 +77,10 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     """A text in a grammar; `special`: ids of the parts of it that are special tokens."""
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
     return " ".join(f"<[{special[p]}]>" if p in special else _quoted(p) for p in parts if p)
+
+
+def _json_tokens(text: str) -> str:
+    return " ".join(map(_quoted, re.findall(r'"(?:[^"\\]|\\.)*"|\s+|[^"\s]', text)))
 
 
 def _quoted(value: Any) -> str:

@@ -108,7 +108,11 @@ class GaussianScorer(Scorer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _PooledWindow:
-    """What SnapKV and KV-Compress have in common: a window of queries, and neighbours that are pooled."""
+    """What SnapKV and KV-Compress have in common: a window of queries, and neighbours that are pooled.
+
+    Those of the window's own positions are pooled with the others, where SnapKV's code pools what comes before it alone: the
+    last `pool // 2` candidates before the window may take the window's attention to itself.
+    """
 
     window: int = 32
     pool: int = 7
@@ -198,7 +202,9 @@ class ExpectedAttention:
 
     def __post_init__(self) -> None:
         _check(self.future >= 1, f"expected_attention: future must be at least 1, found {self.future}")
-        _check(self.eps >= 0, f"expected_attention: eps must not be negative, found {self.eps}")
+        _check(
+            0 <= self.eps < np.inf, f"expected_attention: eps must be finite, not negative, found {self.eps}"
+        )
         _check(self.skip >= 0, f"expected_attention: skip must not be negative, found {self.skip}")
 
     @property

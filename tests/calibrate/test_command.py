@@ -122,7 +122,7 @@ def test_a_full_disk_is_told_before_the_work(tmp_path, capsys):
         assert main(["--out", f"{tmp_path}/p.npz"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    said = capsys.readouterr().err.replace("\n", "")
+    said = " ".join(capsys.readouterr().err.split())  # where it is broken depends on the length of the path
     assert f"--out: {tmp_path} cannot be written to: {os.strerror(errno.EFBIG)}" in said
     assert not list(tmp_path.iterdir())
 

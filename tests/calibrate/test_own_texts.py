@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibrate.__main__ import main
-from calibrate.own_texts import LONG, TOKEN_CHARACTERS, OwnTexts
+from calibrate.own_texts import LONG, TOKEN_CHARACTERS, OwnTexts, _starts
 from models import registry
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
@@ -50,6 +50,22 @@ def test_samples_have_their_size_and_share_no_document(texts):
     assert {s.kind for s in own.samples(TOKENIZER, 12, 0, 80)[0]} == {"own text", "own chat"}
 
 
+def test_what_begins_a_prompt_comes_once_in_a_sample(texts, monkeypatch):
+    own, encode, chat = OwnTexts.read(texts), TOKENIZER.encode, TOKENIZER.apply_chat_template
+    monkeypatch.setattr(TOKENIZER, "bos_token_id", 1000)
+    monkeypatch.setattr(
+        TOKENIZER, "encode", lambda text, add_special_tokens=True: [1000] * add_special_tokens + encode(text)
+    )
+    monkeypatch.setattr(TOKENIZER, "apply_chat_template", lambda *args, **how: [1000, *chat(*args, **how)])
+    for sample in own.samples(TOKENIZER, 12, 0, 200)[0]:
+        assert np.flatnonzero(sample.tokens == 1000).tolist() == [0]
+
+
+def test_no_sample_begins_where_a_text_has_ended():
+    assert _starts("a\n\nb c\n\n\n\n") == [0, 3]
+    assert _starts("\n\n") == [0]
+
+
 def test_a_mark_of_byte_order_is_no_text(tmp_path):
     """Editors on Windows write one."""
     (tmp_path / "a.txt").write_text("a" * 90, encoding="utf-8-sig")
@@ -64,7 +80,9 @@ def test_of_a_long_text_only_what_a_sample_needs_is_encoded(tmp_path, monkeypatc
     )
     lengths = []
     encode = TOKENIZER.encode
-    monkeypatch.setattr(TOKENIZER, "encode", lambda text: lengths.append(len(text)) or encode(text))
+    monkeypatch.setattr(
+        TOKENIZER, "encode", lambda text, **how: lengths.append(len(text)) or encode(text, **how)
+    )
     samples, _ = own.samples(TOKENIZER, 6, 0, 50)
     assert max(lengths) == 50 * TOKEN_CHARACTERS
     texts = [TOKENIZER.decode(s.tokens.tolist()) for s in samples]

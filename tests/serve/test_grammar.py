@@ -18,6 +18,7 @@ from serve import grammar, schemas
 from serve.grammar import GrammarError, GrammarFailure, Vocabulary
 from serve.grammar_cache import GrammarCache
 from serve.structured import GrammarSpec
+from serve.tool_formats import LLAMA3_JSON
 from tangram_jax.sampling_filters import mask_words
 
 ENDS = (0, 2)
@@ -118,6 +119,18 @@ def test_sentencepiece_and_its_bytes():
     assert not state.advance(tokenizer._backend.token_to_id("es"))
     assert spelled(state) == {"!", "<0x21>"}
     assert state.advance(tokenizer._backend.token_to_id("!"))
+
+
+@pytest.mark.parametrize("text", ['{"city": "x"}', '{"city":"x"}', '{"name": "f", "parameters": {"q": 1}}'])
+def test_an_answer_in_json_may_begin_like_a_call_in_json(text):
+    answer = GrammarSpec(
+        "json", json.dumps({"properties": {"city": {"type": "string"}}, "required": ["city"]}), "r"
+    )
+    state = TINY.compile(LLAMA3_JSON.lark({"f": {"type": "object"}}, {}, many=True, answer=answer)).start()
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        assert token in allowed(state)
+        state.advance(token)
+    assert allowed(state) & set(ENDS)
 
 
 def test_end_tokens_are_allowed_where_the_grammar_accepts():

@@ -7,6 +7,7 @@ from unittest.mock import ANY
 import httpx
 import pytest
 
+from serve.anthropic import _object
 from serve.anthropic_request import messages_of
 from tests.serve.http_server import EOS, ids, named_events
 from tests.serve.test_tool_formats import TOOLS
@@ -289,3 +290,22 @@ def test_a_client_that_leaves_ends_its_answer(served):
     with httpx.stream("POST", f"{served.url}{MESSAGES}", json=body, trust_env=False) as answer:
         next(line for line in answer.iter_lines() if "text_delta" in line)
     # `served` waits until nothing is left in the engine.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"code": "a\nb\tc"}', {"code": "a\nb\tc"}),  # models write code so
+        ('{"code": "a', {"code": "a"}),
+        ('{"x": "a\nb", "y": NaN}', {}),
+        ("[1]", {}),
+    ],
+)
+def test_what_a_call_is_given(server_of, arguments, expected):
+    text = '<tool_call>\n{"name": "get_weather", "arguments": ' + arguments + "}\n</tool_call>"
+    assert _object(arguments) == expected
+    if expected.get("code", "").count("\n"):
+        server = server_of("hermes")
+        server.script(tokens_of(text), finish="stop")
+        (block,) = ask(server, tools=FUNCTIONS)["content"]
+        assert (block["type"], block["input"]) == ("tool_use", expected)

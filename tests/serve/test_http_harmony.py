@@ -75,6 +75,15 @@ def test_calls(server, stream):
         ),
     )
     assert calls_of(ask(server, stream)[0]) == [("get_weather", ARGUMENTS)]
+    # The token that ends a call ends it whatever its arguments are, and as a token to stop at too.
+    broken = call("get_weather", '{"city": "Oslo",}')
+    if not stream:
+        for end, fields in ((CALL, {}), (CALL, {"extra_body": {"stop_token_ids": [CALL]}})):
+            script(server, broken, end)
+            (choice,) = ask(server, **fields)
+            assert calls_of(choice) == [("get_weather", '{"city": "Oslo",}')]
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice.get("stop_reason") == (CALL if fields else None)
     if not stream:  # the helper refuses what was cut
         script(server, WEATHER[:-2], end=None)
         (choice,) = ask(server)
