@@ -24,7 +24,7 @@ from serve.request import (
 )
 from serve.runner import Runner
 from serve.scheduler import Scheduler
-from serve.sequence import ChunkWork, Phase, Sequence
+from serve.sequence import ChunkWork, Phase, RowState, Sequence
 
 MOST_REQUESTS = 4096  # that run or wait
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
@@ -382,9 +382,10 @@ class Engine:
         scheduler, plan = self._scheduler, self._runner.plan
         states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
         full = sum(s.cached for s in states) * plan.group_of.size
-        heads = np.bincount(plan.group_of.reshape(-1), minlength=plan.num_groups)
         held = sum(s.tail for s in states) * plan.group_of.size
-        for budgets in {id(s.budgets): s.budgets for s in states}.values():
-            counts = np.array([s.compressed for s in states if s.budgets is budgets])
-            held += int((plan.lengths(counts, budgets).sum(0, dtype=np.int64) * heads).sum())
+        alike: dict[int, list[RowState]] = {}  # by their budgets, which few have of their own
+        for state in states:
+            alike.setdefault(id(state.budgets), []).append(state)
+        for rows in alike.values():
+            held += plan.entries(np.array([s.compressed for s in rows]), rows[0].budgets)
         return held / full if full else None

@@ -233,8 +233,11 @@ class CachePlan:
         """Pages of a request of `tokens` tokens that a fork shares instead of copying: the full locked ones."""
         return int(self.shared_group_pages(tokens, budgets).sum())
 
-    def entries(self, tokens: int, budgets: np.ndarray | None = None) -> int:
-        """Head entries in use (over all heads of compressed layers) after `tokens` tokens, group effect included."""
+    def entries(self, tokens: int | np.ndarray, budgets: np.ndarray | None = None) -> int:
+        """Head entries in use (over all heads of compressed layers) after `tokens` tokens, group effect included.
+
+        Of several rows, of `tokens` int[...] each, all together.
+        """
         heads = np.bincount(self.group_of.reshape(-1), minlength=self.num_groups)
         return int((self.lengths(tokens, budgets).astype(np.int64) * heads).sum())
 

@@ -99,6 +99,7 @@ def test_empty_columns_are_beside_the_smallest_budget():
     assert plan.head_at.tolist() == [[-1, 1], [0, 2]]
     assert plan.lengths(100).tolist() == [10, 90]
     assert plan.entries(100) == 10 + 90 + 90  # an empty column holds nothing
+    assert plan.entries(np.array([100, 0, 10])) == 190 + 0 + (1 + 9 + 9)
     assert plan.retention(100) == pytest.approx(190 / 300)
 
 
