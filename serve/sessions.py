@@ -102,7 +102,6 @@ def find[S: StoredSession](
             continue
         compressed = session.state.compressed
         need = max(most, compressed - reach_back.most)
-        # Where it must agree at least; most end here.
         if need >= len(prompt) or len(session.tokens) < need or session.tokens[need - 1] != prompt[need - 1]:
             continue  # it has less in common; most end here
         stays = min(common_length(session.tokens, prompt), len(prompt) - 1)

@@ -110,8 +110,7 @@ class GaussianScorer(Scorer, Protocol):
 class _PooledWindow:
     """What SnapKV and KV-Compress have in common: a window of queries, and neighbours that are pooled.
 
-    Those of the window's own positions are pooled with the others, where SnapKV's code pools what comes before it alone: the
-    last `pool // 2` candidates before the window may take the window's attention to itself.
+    The window's own positions too, where SnapKV's code pools those before it alone: the last `pool // 2` of these differ.
     """
 
     window: int = 32
@@ -202,9 +201,7 @@ class ExpectedAttention:
 
     def __post_init__(self) -> None:
         _check(self.future >= 1, f"expected_attention: future must be at least 1, found {self.future}")
-        _check(
-            0 <= self.eps < np.inf, f"expected_attention: eps must be finite, not negative, found {self.eps}"
-        )
+        _check(0 <= self.eps < np.inf, f"expected_attention: eps must be finite and not negative: {self.eps}")
         _check(self.skip >= 0, f"expected_attention: skip must not be negative, found {self.skip}")
 
     @property
@@ -316,6 +313,10 @@ SCORERS: dict[str, type[Any]] = {
 }
 
 
+_WHOLE: Any = ("whole number", int, (int, np.integer))
+_NUMBER: Any = ("number", float, numbers.Real)
+
+
 def get_scorer(name: str, **options: Any) -> Scorer:
     """The scorer called `name` ("snapkv", "expected_attention", "keydiff", "streaming_llm", "kv_compress") with its options.
 
@@ -330,10 +331,8 @@ def get_scorer(name: str, **options: Any) -> Scorer:
         what = f"its options are: {', '.join(types)}" if types else "it has no options"
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
     for option, value in options.items():
-        whole = types[option] in (int, "int")
-        kind: Any = int if whole else float
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer) if whole else numbers.Real):
-            what = "whole number" if whole else "number"
+        what, kind, given = _WHOLE if types[option] in (int, "int") else _NUMBER
+        if isinstance(value, bool) or not isinstance(value, given):
             raise ValueError(f"scorer {name}: {option} must be a {what}, found {value!r}")
         options[option] = kind(value)
     return cls(**options)
@@ -370,13 +369,11 @@ def _window_attention(x: ScoreInputs, window: int) -> tuple[Float[Array, "K G W 
 
 
 def _pooled(attention: Float[Array, "K C"], valid: Bool[Array, "K C"], width: int) -> Float[Array, "K C"]:
-    """Max-pool over the valid positions; -inf elsewhere."""
-    return jnp.where(valid, _max_pool(jnp.where(valid, attention, NEG_INF), width), NEG_INF)
-
-
-def _max_pool(x: Float[Array, "K C"], width: int) -> Float[Array, "K C"]:
-    """Largest of the `width` neighbours centred on each position; beyond the ends there is nothing."""
-    return jax.lax.reduce_window(x, NEG_INF, jax.lax.max, (1, width), (1, 1), ((0, 0), (width // 2,) * 2))
+    """Largest of the `width` neighbours, of those that are valid, centred on each valid position; -inf elsewhere."""
+    around = ((0, 0), (width // 2,) * 2)
+    there = jnp.where(valid, attention, NEG_INF)
+    largest = jax.lax.reduce_window(there, NEG_INF, jax.lax.max, (1, width), (1, 1), around)
+    return jnp.where(valid, largest, NEG_INF)
 
 
 def _masked_softmax(z: Float[Array, "K G C"], valid: Bool[Array, "K 1 C"]) -> Float[Array, "K G C"]:

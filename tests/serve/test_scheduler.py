@@ -17,7 +17,22 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(8, VOCAB, length).tolist()
 
 
-def test_a_request_that_cannot_be_taken_in_ends(monkeypatch):
+def loop(num_pages: int = 1000, plan=FULL, **limits) -> Loop:
+    return Loop(plan, make_limits(**limits), num_pages)
+
+
+def running(bench: Loop) -> list[int]:
+    return [int(s.request.request_id) for s in bench.scheduler.running]
+
+
+def waiting(bench: Loop) -> list[int]:
+    return [int(s.request.request_id) for s in bench.scheduler.waiting]
+
+
+# Admission
+
+
+def test_a_request_that_cannot_be_taken_in_ends():
     bench, outputs = loop(), []
 
     class Broken:
@@ -47,21 +62,6 @@ def test_requests_that_are_not_taken_in_yet_count(monkeypatch):
             continue
         with pytest.raises(EngineUnavailable, match="3 requests are queued already"):
             bench.engine.submit(request, lambda _: None)
-
-
-def loop(num_pages: int = 1000, plan=FULL, **limits) -> Loop:
-    return Loop(plan, make_limits(**limits), num_pages)
-
-
-def running(bench: Loop) -> list[int]:
-    return [int(s.request.request_id) for s in bench.scheduler.running]
-
-
-def waiting(bench: Loop) -> list[int]:
-    return [int(s.request.request_id) for s in bench.scheduler.waiting]
-
-
-# Admission
 
 
 def test_first_come_first_served_and_no_more_than_max_running():
