@@ -3,8 +3,7 @@
 A scorer sees one layer of one request: the chunk's queries and the candidates (the previous uncompressed tail, then the
 chunk). It only ranks. Sinks and the trailing window are protected by the caller, budgets belong to the plan, and uniform
 budgets are a profile (`BudgetProfile.uniform`), not a scorer. All scorers are pure, deterministic, summed in float32, and
-frozen (hashable): static arguments of jit. Padding rows and candidates may hold anything finite: they are masked before any
-reduction.
+frozen (hashable): static arguments of jit. Padding rows and candidates may hold anything finite: they are masked first.
 """
 
 from __future__ import annotations
