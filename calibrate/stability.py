@@ -14,16 +14,16 @@ RESAMPLES = 2000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """An estimate with its 95% interval."""
+    """An estimate with its 95% interval; its ends are NaN where one sample says nothing of it."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return (
-            "not defined" if np.isnan(self.value) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-        )
+        if np.isnan(self.value):
+            return "not defined"
+        return f"{self.value:.3f}" + ("" if np.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
