@@ -119,6 +119,8 @@ def measure(
     sizes: dict[str, Any] = {"max_tokens": tokens + tail, "max_tail": tail, "dtype": dtype}
     sizes |= {"num_pages": num_pages, "max_requests": batch}
     parallel = TensorParallel.of(config, plan, args.devices) if args.devices > 1 else None
+    if parallel and not args.unlinked:
+        params = parallel.linked(params)
     cache = parallel.init_cache(**sizes) if parallel else tj.init_cache(plan, config, **sizes)
     for row in range(batch):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(tokens), np.int32(tail))
@@ -141,11 +143,14 @@ def measure(
 
     chosen = jax.device_put(rows + 10, parallel.everywhere if parallel else None)
     began = time.perf_counter()
-    program = steps.lower(params, cache, chosen).compile(compiler_options(args.devices))
+    program = steps.lower(params, cache, chosen).compile(
+        compiler_options(args.devices, linked="links" in params)
+    )
     compiled = time.perf_counter() - began
-    for _ in range(3):
-        chosen, cache = program(params, cache, chosen)
-    chosen.block_until_ready()
+    for n in range(3):
+        first = parallel.in_passing(params) if parallel and n == 0 else params
+        chosen, cache = program(first, cache, chosen)
+        chosen.block_until_ready()
     times = []
     for _ in range(3):
         cache = jax.block_until_ready(rewound(cache, tokens))
@@ -233,6 +238,9 @@ def main() -> None:
     )
     parser.add_argument("--drafts", type=int, default=0, help="each case with so many drafts after it")
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
+    parser.add_argument(
+        "--unlinked", action="store_true", help="all-reduces by NCCL, as between GPUs of two hosts"
+    )
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")

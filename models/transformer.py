@@ -19,6 +19,7 @@ from models.experts import expert_mlp
 from models.params import Params
 from models.products import added_norm, gated_product, product
 from models.rope import rope_tables, rotate
+from models.shares import Share, over_devices
 from pallas_kernels.fp8_products import Fp8Tokens
 from pallas_kernels.norms import rms_norm
 
@@ -48,22 +49,14 @@ def _norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     return rms_norm(x, weight, config.norm_eps, config.norm_offset)
 
 
-def _over_devices(x: Array, config: ModelConfig) -> Array:
-    """What all devices' shares give together, of what this one's gives."""
-    if config.tensor_axis is None:
-        return x
-    with jax.named_scope("all_reduce"):
-        return jax.lax.psum(x, config.tensor_axis)
-
-
-def _embed(table: Array, tokens: Array, config: ModelConfig) -> Array:
+def _embed(table: Array, tokens: Array, config: ModelConfig, links: Array | None) -> Array:
     """Rows of the embedding; a device's share of it may have a part of the vocabulary."""
     size = table.shape[0]
     if config.tensor_axis is None or size == config.vocab_size:
         return table[tokens]
     at = tokens - jax.lax.axis_index(config.tensor_axis) * size
     mine = (at >= 0) & (at < size)
-    return _over_devices(jnp.where(mine[:, None], table[jnp.where(mine, at, 0)], 0), config)
+    return over_devices(Share(jnp.where(mine[:, None], table[jnp.where(mine, at, 0)], 0)), config, links)
 
 
 # The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
@@ -71,12 +64,18 @@ def _embed(table: Array, tokens: Array, config: ModelConfig) -> Array:
 
 @partial(jax.jit, static_argnames="config")
 def _attention_inputs(
-    layer_params: Params, x: Array, added: Array | None, cos: Array, sin: Array, config: ModelConfig
+    layer_params: Params,
+    x: Array,
+    added: Array | Share | None,
+    cos: Array,
+    sin: Array,
+    links: Array | None,
+    config: ModelConfig,
 ) -> tuple[Array, Array, Array, Array]:
     """(x + added, q, k, v)"""
     T, G = x.shape[0], config.group_size
     with jax.named_scope("attn_norm"):
-        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
+        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config, links)
     with jax.named_scope("qkv"):
         qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim), config)
         if config.qkv_bias:
@@ -96,25 +95,40 @@ def _attention_inputs(
 
 @partial(jax.jit, static_argnames="config")
 def _after_attention(
-    layer_params: Params, x: Array, attended: Array, there: Array | None, config: ModelConfig
-) -> tuple[Array, Array]:
+    layer_params: Params,
+    x: Array,
+    attended: Array,
+    there: Array | None,
+    links: Array | None,
+    config: ModelConfig,
+) -> tuple[Array, Array | Share]:
     """(x, what is to be added to it)"""
     with jax.named_scope("attn_out"):
         h = attended.reshape(x.shape[0], -1).astype(x.dtype)
-        h = _over_devices(product(h, layer_params["attn_out"], (x.shape[1],), config), config)
+        added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), config)
         if config.attn_out_bias:
-            h = h + layer_params["attn_out_bias"]
+            added = _whole(added, config, links) + layer_params["attn_out_bias"]
         if config.post_norms:
-            h = _norm(h, layer_params["attn_post_norm"], config)
+            added = _norm(_whole(added, config, links), layer_params["attn_post_norm"], config)
     with jax.named_scope("mlp_norm"):
         routed = "router" in layer_params
-        x, h = added_norm(x, h, layer_params["mlp_norm"], None if routed else layer_params["gate_up"], config)
+        weights = None if routed else layer_params["gate_up"]
+        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config, links)
     with jax.named_scope("mlp"):
         h = expert_mlp(layer_params, h, config, there) if routed else _mlp(layer_params, h, config)
-        h = _over_devices(h, config)
+        added = _shared(h, config)
         if config.post_norms:
-            h = _norm(h, layer_params["mlp_post_norm"], config)
-        return x, h
+            added = _norm(_whole(added, config, links), layer_params["mlp_post_norm"], config)
+        return x, added
+
+
+def _shared(h: Array, config: ModelConfig) -> Array | Share:
+    """A sum over the inner axis that the devices' weights divide."""
+    return h if config.tensor_axis is None else Share(h)
+
+
+def _whole(added: Array | Share, config: ModelConfig, links: Array | None) -> Array:
+    return over_devices(added, config, links) if isinstance(added, Share) else added
 
 
 def _mlp(layer_params: Params, h: Array | Fp8Tokens, config: ModelConfig) -> Array:
@@ -155,7 +169,7 @@ def forward(
 
     Args:
       params: weights, float32, bfloat16 or float16, in the structure of `models.params.param_specs`; those of the dense
-        products may be in FP8 (`weights_fp8`).
+        products may be in FP8 (`weights_fp8`). With "links" (`all_reduce.links_of`) linked GPUs add up shares by themselves.
       config: of the whole model; within `jax.shard_map` that of a device's share, and `params` its parts.
       attend: see `Attend`; called for layers 0..L-1 in order. The windows of sliding layers are its business.
       state: any pytree, handed to the first call of `attend` and returned by the last.
@@ -170,26 +184,27 @@ def forward(
       ValueError: on tokens beyond the vocabulary, where it is not traced.
     """
     check_tokens(config, tokens, there)
+    links = params["links"][0] if "links" in params else None
     with jax.named_scope("embed"):
-        x = _embed(params["embed"], tokens, config)
+        x = _embed(params["embed"], tokens, config, links)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
     with jax.named_scope("rope_tables"):
         rope = sliding_rope = rope_tables(positions, config)
         if config.sliding_layers and config.sliding_rope_theta is not None:
             sliding_rope = rope_tables(positions, config, sliding=True)
-    added = None  # of the layer before: a kernel may add it in the next one's norm
+    added: Array | Share | None = None  # of the layer before: a kernel may add it in the next one's norm
     for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
             cos, sin = sliding_rope if layer in config.sliding_layers else rope
-            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, config)
+            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, links, config)
             with jax.named_scope("attend"):
                 if config.attention_sinks:
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
-            x, added = _after_attention(layer_params, x, attended, there, config)
-    x = x if added is None else x + added
+            x, added = _after_attention(layer_params, x, attended, there, links, config)
+    x = x if added is None else x + _whole(added, config, links)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]
     if there is not None:  # the attention of padding may be anything

@@ -110,7 +110,7 @@ class Runner(RowCopies):
             run_step = store.keep("step", run_step, _like_step)
         static: Any = {
             "static_argnames": "all_logits",
-            "compiler_options": compiler_options(devices),
+            "compiler_options": compiler_options(devices, linked="links" in self.params),
         }
         self._step = jax.jit(run_step, donate_argnums=1, **static)
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
@@ -293,7 +293,8 @@ class Runner(RowCopies):
         slots = None if shape.slots is None else np.full(shape.slots, self.num_rows, np.int32)
         following = tokens if shape.scores else None
         drafts = Drafts.none(shape.slots or 0, shape.drafts) if shape.drafts else None
-        return self.params, self.cache, self.sampler.state.ints, chunk, slots, following, drafts
+        params = self._parallel.in_passing(self.params) if self._parallel else self.params
+        return params, self.cache, self.sampler.state.ints, chunk, slots, following, drafts
 
 
 def _like_step(params: Any, cache: Cache, *rest: Any, all_logits: bool = False) -> Any:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.params import Params
 from models.sharding import AxisRules, param_shardings, rules_for, share, tensor_mesh
+from pallas_kernels.all_reduce import in_passing, links_of
 from pallas_kernels.fp8_products import TILE, Fp8Weights
 from tangram_jax.cache import POOL_AXES, Cache, init_cache
 from tangram_jax.packed import Packed
@@ -90,7 +91,8 @@ class TensorParallel:
     def place(self, params: Params) -> Params:
         """The parameters on the mesh, heads in the order of the pages' columns. Those on the mesh already are used up.
 
-        Of a dense MLP in FP8 each device gets its gates, then the columns that they gate.
+        Of a dense MLP in FP8 each device gets its gates, then the columns that they gate. GPUs that reach each other's
+        memory get "links" to it as well.
         """
         placed = jax.device_put(params, param_shardings(self.config, self.mesh, self.rules))
         layers = list(placed["layers"])
@@ -100,7 +102,22 @@ class TensorParallel:
                 layers[layer] = _in_order(params_of_layer, {"gate_up": _Axes(codes=0, scales=0)}, parts)
         for heads, layer in zip(head_order(self.plan, self.size), self.config.full_layers, strict=True):
             layers[layer] = _in_order(layers[layer], _BY_HEADS, heads)
-        return placed | {"layers": tuple(layers)}
+        return self.linked(placed | {"layers": tuple(layers)})
+
+    def linked(self, params: Params) -> Params:
+        """The parameters, with "links" between the devices where these are GPUs that reach each other's memory.
+
+        Through them a kernel of ours adds up what the devices have of a few tokens, see `pallas_kernels.all_reduce`.
+        """
+        links = links_of(tuple(self.mesh.devices.flat)) if isinstance(self.mesh, Mesh) else None
+        return params if links is None else params | {"links": links}
+
+    def in_passing(self, params: Params) -> Params:
+        """For the first run of a program: parameters with which no GPU waits for another, so that what it gives is nothing.
+
+        See `all_reduce.in_passing`.
+        """
+        return params | {"links": in_passing(params["links"])} if "links" in params else params
 
     def init_cache(self, **sizes: Any) -> Cache:
         """As `tangram_jax.init_cache`, on the mesh."""
@@ -121,7 +138,8 @@ class TensorParallel:
     ) -> tuple[jax.Array, Cache]:
         """As `tangram_jax.step`, of parameters and a cache on the mesh; the logits are on every device.
 
-        Jit it with `tangram_jax.step.compiler_options(devices)`.
+        Jit it with `tangram_jax.step.compiler_options(devices, linked="links" in params)`, and run it once with parameters
+        `in_passing`.
         """
 
         def on_one(params: Params, cache: Cache, chunk: Any, decode: Any) -> tuple[jax.Array, Cache]:
@@ -130,6 +148,8 @@ class TensorParallel:
             )
 
         weights = jax.tree.map(lambda s: s.spec, param_shardings(self.config, self.mesh, self.rules))
+        if "links" in params:
+            weights["links"] = PartitionSpec(*self.mesh.axis_names)
         pages = self._cache_specs(cache)
         return jax.shard_map(
             on_one,

@@ -114,7 +114,7 @@ def step(
     return logits[:wanted], cache
 
 
-def compiler_options(devices: int = 1) -> dict[str, str] | None:
+def compiler_options(devices: int = 1, *, linked: bool = False) -> dict[str, str] | None:
     """For `jax.jit` of a program with a chunk, or over several devices.
 
     Without XLA's search for what could be computed twice to save memory: on a GPU it counts the donated pool once more for
@@ -122,7 +122,8 @@ def compiler_options(devices: int = 1) -> dict[str, str] | None:
     again, which saves nothing.
 
     Over several GPUs all-reduces are NCCL's, within the CUDA graph of what is around them. XLA's own kernels for small ones
-    are in none, so that the host starts four pieces a layer one after another.
+    are in none, so that the host starts four pieces a layer one after another. But a graph with something of NCCL's is
+    recorded anew in every step: `linked` GPUs ("links" in the parameters, see `TensorParallel.linked`) have none in theirs.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -130,7 +131,7 @@ def compiler_options(devices: int = 1) -> dict[str, str] | None:
     if devices > 1:
         options |= {
             "xla_gpu_experimental_use_collective_kernels": "",
-            "xla_gpu_enable_command_buffer": f"{IN_GRAPHS},COLLECTIVES",
+            "xla_gpu_enable_command_buffer": IN_GRAPHS if linked else f"{IN_GRAPHS},COLLECTIVES",
         }
     return options
 

@@ -21,8 +21,9 @@ def run(params, config, plan, parallel, dtype):
     """Logits of a chunk, of a second one, and of tokens of the row."""
     if parallel:
         params, cache = parallel.place(params), parallel.init_cache(**SIZES, dtype=dtype)
-        how = {"static_argnums": 1, "donate_argnums": 2, "compiler_options": compiler_options(parallel.size)}
-        step = jax.jit(parallel.step, **how)
+        options = compiler_options(parallel.size, linked="links" in params)
+        assert "links" in params  # of GPUs without NVLink or PCIe between them there are none
+        step = jax.jit(parallel.step, static_argnums=1, donate_argnums=2, compiler_options=options)
     else:
         cache = tj.init_cache(plan, config, **SIZES, dtype=dtype)
         step = jax.jit(

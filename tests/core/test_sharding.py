@@ -1,6 +1,7 @@
 """One model over several simulated devices says what it says on one, and each device does its part alone."""
 
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,11 @@ from benchmarks.gpu_program import as_on_hopper
 from models.config import ModelConfig
 from models.fp8_weights import in_fp8, with_fp8_weights
 from models.params import abstract_params
-from models.sharding import pad_heads
+from models.sharding import pad_heads, tensor_mesh
 from models.testing import random_params, tiny_config, tiny_gpt_oss_config
+from pallas_kernels import all_reduce as kernels
+from pallas_kernels.norms import rms_norm
+from tangram_jax import sharding
 from tangram_jax.sharding import TensorParallel, head_order
 from tests.simulated import on_simulated_devices
 
@@ -79,6 +83,32 @@ def check_ragged(devices: int = 2) -> None:
 
 def check_ragged_on_four() -> None:
     check_ragged(4)
+
+
+def check_linked() -> None:
+    """Devices that add up shares by kernels of ours (in their place sums by XLA): nothing is added twice or left out."""
+
+    def all_reduce(share, links):
+        return jax.lax.psum(share, "tensor")
+
+    def added_norm(x, share, weight, links, *, eps, offset):
+        x = x + all_reduce(share, links)
+        return x, rms_norm(x, weight, eps, offset)
+
+    def links_of(devices):
+        place = jax.sharding.NamedSharding(tensor_mesh(len(devices)), jax.sharding.PartitionSpec("tensor"))
+        return jax.device_put(np.zeros((len(devices), 1 + len(devices), 2), np.int32), place)
+
+    with (
+        mock.patch.multiple(
+            kernels, all_reduce=mock.Mock(wraps=all_reduce), added_norm=mock.Mock(wraps=added_norm),
+            check_supported=lambda share, links: None,
+        ),
+        mock.patch.object(sharding, "links_of", links_of),
+    ):  # fmt: skip
+        check_ragged()
+        assert kernels.all_reduce.call_count and kernels.added_norm.call_count
+        check_gpt_oss()
 
 
 def check_gpt_oss() -> None:
@@ -157,7 +187,15 @@ def check_real_weights_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", ["check_ragged", "check_gpt_oss", "check_packed_experts", "check_fp8", "check_the_pool_stays"]
+    "function",
+    [
+        "check_ragged",
+        "check_linked",
+        "check_gpt_oss",
+        "check_packed_experts",
+        "check_fp8",
+        "check_the_pool_stays",
+    ],
 )
 def test_on_simulated_devices(function):
     on_simulated_devices(__file__, function)
@@ -196,15 +234,16 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("tensor",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["apart", "linked"])
 @pytest.mark.parametrize(
     ("fields", "more"),
     [({}, (0, 0)), ({"weights_fp8": True}, (4, 4)), (EXPERTS | {"experts_mxfp4": True}, (2, 3))],
     ids=["floats", "fp8", "mxfp4"],
 )
-def test_each_device_runs_the_kernels(fields, more, caplog):
+def test_each_device_runs_the_kernels(fields, more, linked, caplog):
     """Traced and lowered for Hopper GPUs, on its columns of the pages; packed weights' products have kernels of their own.
 
-    Of experts the rows of many tokens, too.
+    Of experts the rows of many tokens, too. Between linked GPUs sums have kernels, alone and with a norm.
     """
     config = tiny_config(num_layers=2, hidden_size=256, num_heads=16, num_kv_heads=4, head_dim=64, **fields)
     plan = ragged_plan(config, 4)
@@ -214,12 +253,15 @@ def test_each_device_runs_the_kernels(fields, more, caplog):
     rows = np.zeros(8, np.int32)
     chunk = tj.Chunk(np.int32(1), np.zeros(128, np.int32), np.int32(100))
     step = jax.jit(tp.step, static_argnums=1)
-    kernels = np.add((2, 3), more)
+    if linked:
+        params["links"] = jax.ShapeDtypeStruct((2, 3, 2), jnp.int32)
+    counts = np.add((2, 3), more) + 2 * linked
     with as_on_hopper():
-        for given, count in zip(((None, tj.Decode(rows, rows)), (chunk, None)), kernels, strict=True):
+        for given, count in zip(((None, tj.Decode(rows, rows)), (chunk, None)), counts, strict=True):
             program = step.trace(params, SNAPKV, cache, *given).lower(lowering_platforms=("cuda",)).as_text()
             assert len(set(re.findall(r'kernel_hash = "([^"]*)"', program))) == count
             assert "stablehlo.while" not in program
+            assert ("stablehlo.all_reduce" in program) != linked
     assert not caplog.records  # nothing was left to XLA with a warning
 
 

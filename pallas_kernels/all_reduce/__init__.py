@@ -1,0 +1,87 @@
+"""All-reduces of a few tokens' rows between the GPUs of one host, by a kernel that writes into the others' memory.
+
+A decode step has two of some KB each a layer. NCCL's are recorded into a CUDA graph anew in every step, which takes the host
+longer than the GPUs need for the step; this one is a kernel like any other, adds the residual and normalises besides.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.all_reduce.links import in_passing, links_of, most_rows
+from pallas_kernels.norms import rms_norm
+
+MOST_COLUMNS = 8192
+PADDED = 1024  # columns that are no multiple of EVEN are padded to one of this
+EVEN = 256  # two for each thread
+
+__all__ = [
+    "MOST_COLUMNS",
+    "added_norm",
+    "all_reduce",
+    "check_supported",
+    "in_passing",
+    "links_of",
+    "most_rows",
+]
+
+
+def check_supported(share: jax.Array, links: jax.Array | None) -> None:
+    """Raises NotImplementedError, naming the feature, for a share [T, columns] that the kernel does not add up."""
+    if links is None:
+        raise NotImplementedError("devices without links to each other's memory")
+    if share.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"sums of {share.dtype}: the kernel takes bfloat16 and float16")
+    (rows, columns), most = share.shape, most_rows(links.shape[0] - 1)
+    if rows > most or _padded(columns) > MOST_COLUMNS:
+        raise NotImplementedError(
+            f"{rows} rows of {columns} columns: the kernel takes up to {most} of {MOST_COLUMNS}"
+        )
+
+
+def all_reduce(
+    share: Float[Array, "T columns"], links: Int[Array, "_ 2"], *, interpret: Any = None
+) -> Float[Array, "T columns"]:
+    """The sum of all devices' `share`, bf16 or f16: added up in float32, in the same order on each device.
+
+    Within a `jax.shard_map`; as with any collective, all devices make the same calls in the same order.
+
+    Args:
+      share: what `check_supported` lets pass.
+      links: i32[1 + N, 2], the device's part of what `links_of` gives. With `interpret` the shares of all devices instead,
+        [N, T, columns]: the interpreter has no memory of others.
+    """
+    from pallas_kernels.all_reduce.mosaic_gpu import all_reduce_mosaic_gpu
+
+    columns = share.shape[1]
+    if interpret is None and (more := _padded(columns) - columns):
+        return all_reduce(jnp.pad(share, ((0, 0), (0, more))), links)[:, :columns]
+    return all_reduce_mosaic_gpu(share, links, interpret=interpret)
+
+
+def added_norm(
+    x: Float[Array, "T columns"],
+    share: Float[Array, "T columns"],
+    weight: Float[Array, " columns"],
+    links: Int[Array, "_ 2"],
+    *,
+    eps: float,
+    offset: float = 0.0,
+    interpret: Any = None,
+) -> tuple[Float[Array, "T columns"], Float[Array, "T columns"]]:
+    """(x and the sum of all devices' `share`, the RMS norm of that): see `all_reduce` and `norms.rms_norm`.
+
+    x is the same on all devices. The sum is rounded once, when x has been added.
+    """
+    from pallas_kernels.all_reduce.mosaic_gpu import added_norm_mosaic_gpu
+
+    if interpret is None and _padded(share.shape[1]) != share.shape[1]:
+        x = x + all_reduce(share, links)
+        return x, rms_norm(x, weight, eps, offset)
+    return added_norm_mosaic_gpu(x, share, weight, links, eps=eps, offset=offset, interpret=interpret)
+
+
+def _padded(columns: int) -> int:
+    return columns if columns % EVEN == 0 else -(-columns // PADDED) * PADDED

@@ -1,0 +1,82 @@
+"""Which devices reach each other's memory, and the mailboxes through which they do.
+
+A mailbox has a turn for each row, then what others write: [odd and even turns, sender, row] words, each with a turn's number
+beside it.
+"""
+
+import ctypes
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.support import check_device
+
+ROWS = 512  # of all senders together, so that a mailbox is 32 MiB
+ROW = 32 * 1024  # bytes: of each element of 2 bytes, at most 8192, and half of a turn's number
+TURNS = 4 * ROWS  # bytes
+WAITS = -1  # a mask
+
+
+def most_rows(devices: int) -> int:
+    """Rows of tokens that one call takes. They have a CTA each, of which at least two fit on a multiprocessor."""
+    return min(ROWS // devices, 256)
+
+
+@functools.cache
+def links_of(devices: tuple[jax.Device, ...]) -> jax.Array | None:
+    """i32[N, 1 + N, 2], a part on each device: its number and WAITS, then all N mailboxes' addresses, low words first.
+
+    None where the devices are not GPUs of this process that reach each other's memory, of a generation with kernels.
+    """
+    if not _reach_each_other(devices):
+        return None
+    count = len(devices)
+    place = NamedSharding(Mesh(np.array(devices), ("tensor",)), PartitionSpec("tensor"))
+    size = TURNS + 2 * count * most_rows(count) * ROW
+    boxes = jax.jit(lambda: jnp.zeros((count, size // 4), jnp.int32), out_shardings=place)()
+    _MAILBOXES.append(jax.block_until_ready(boxes))
+    address = {part.device: part.data.unsafe_buffer_pointer() for part in boxes.addressable_shards}
+    table = np.zeros((count, 1 + count), np.int64)
+    table[:, 0] = np.arange(count)
+    table[:, 1:] = [address[device] for device in devices]
+    words = table.view(np.int32).reshape(count, 1 + count, 2)
+    words[:, 0, 1] = WAITS
+    return jax.device_put(words, place)
+
+
+def in_passing(links: jax.Array) -> jax.Array:
+    """Links that are written to and not awaited: what is summed up over them is nothing.
+
+    For the first run of a program, when all that ran before has ended. A GPU on which a kernel waits for others loads no
+    kernels until that ends, and JAX loads ours one at a time: while it does so for a GPU that waits for another, the other
+    starts none, so both may wait for good.
+    """
+    table = np.array(links)
+    table[:, 0, 1] = 0
+    return jax.device_put(table, links.sharding)
+
+
+# Never given back: the programs that write to them have no more of them than addresses.
+_MAILBOXES: list[jax.Array] = []
+
+
+def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
+    try:
+        for device in devices:
+            check_device(device)
+        driver = ctypes.CDLL("libcuda.so.1")
+    except (NotImplementedError, OSError):
+        return False
+    if any(device.process_index != jax.process_index() for device in devices):
+        return False
+    numbers = [device.local_hardware_id for device in devices]
+    able = ctypes.c_int()
+    return all(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(able), a, b) == 0 and able.value
+        for a in numbers
+        for b in numbers
+        if a != b
+    )

@@ -1,0 +1,87 @@
+"""All-reduces between linked GPUs on the CPU: what they are given, and the kernels under the interpreter."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce.reference import added_norm_reference, all_reduce_reference
+from tests.kernels.all_reduce_cases import EPS, close, make_case
+
+SHAPES = [(2, 3, 256), (4, 1, 512), (3, 5, 384)]
+
+
+def links(devices):
+    return jax.ShapeDtypeStruct((1 + devices, 2), jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_in_the_interpreter(shape, dtype):
+    interpret, case = plgpu.InterpretGPUParams(detect_races=True), make_case(*shape, dtype)
+    got = all_reduce.all_reduce(case.shares[0], case.shares, interpret=interpret)
+    assert (got == all_reduce_reference(case.shares)).all() and got.dtype == dtype
+    for offset in (0.0, 1.0):
+        given = (case.x, case.shares[0], case.weight, case.shares)
+        got = all_reduce.added_norm(*given, eps=EPS, offset=offset, interpret=interpret)
+        want = added_norm_reference(case.x, case.shares, case.weight, eps=EPS, offset=offset)
+        assert (got[0] == want[0]).all()
+        close(got[1], want[1], dtype)
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_the_reference_adds_in_float32():
+    shares = jnp.asarray([[[256.0]], [[0.5]], [[0.5]]], jnp.bfloat16)  # in bfloat16 256 + 0.5 is 256
+    total, _ = added_norm_reference(jnp.ones((1, 1), jnp.bfloat16), shares, jnp.ones(1), eps=EPS)
+    assert float(total[0, 0]) == 258
+
+
+@pytest.mark.parametrize(("devices", "columns"), [(2, 4096), (4, 8192), (8, 3840), (2, 2880), (1, 256)])
+def test_kernels_are_lowered_for_a_gpu(devices, columns):
+    x = jax.ShapeDtypeStruct((4, columns), jnp.bfloat16)
+
+    def both(x, share, weight, links):
+        total, normed = all_reduce.added_norm(x, share, weight, links, eps=EPS)
+        return all_reduce.all_reduce(total, links), normed
+
+    traced = jax.jit(both).trace(x, x, jax.ShapeDtypeStruct((columns,), jnp.bfloat16), links(devices))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == (
+        1 if columns == 2880 else 2  # rows that are padded for it are normalised by XLA
+    )
+
+
+def test_what_is_not_supported():
+    def check(rows, columns, devices=2, dtype=jnp.bfloat16):
+        all_reduce.check_supported(jax.ShapeDtypeStruct((rows, columns), dtype), links(devices))
+
+    check(256, 8192), check(64, 4096, devices=8), check(1, 7300)
+    with pytest.raises(
+        NotImplementedError, match="257 rows of 64 columns: the kernel takes up to 256 of 8192"
+    ):
+        check(257, 64)
+    with pytest.raises(NotImplementedError, match="65 rows of 64 columns: the kernel takes up to 64 of 8192"):
+        check(65, 64, devices=8)
+    with pytest.raises(NotImplementedError, match="1 rows of 8200 columns"):
+        check(1, 8200)
+    with pytest.raises(NotImplementedError, match="sums of float32: the kernel takes bfloat16 and float16"):
+        check(1, 64, dtype=jnp.float32)
+    with pytest.raises(NotImplementedError, match="devices without links"):
+        all_reduce.check_supported(jax.ShapeDtypeStruct((1, 64), jnp.bfloat16), None)
+
+
+def test_other_devices_than_gpus_are_not_linked():
+    assert all_reduce.links_of(tuple(jax.devices())) is None
+
+
+def test_links_in_passing_are_not_awaited():
+    links = jnp.asarray(np.arange(1, 13).reshape(2, 3, 2))
+    got = np.asarray(all_reduce.in_passing(links))
+    assert (got != links).sum() == 2 and not got[:, 0, 1].any()
+
+
+def test_a_mailbox_has_the_same_size_for_any_number_of_devices():
+    assert [all_reduce.most_rows(n) for n in (1, 2, 4, 8)] == [256, 256, 128, 64]
+    assert np.array_equal([n * all_reduce.most_rows(n) for n in (2, 4, 8)], [512] * 3)
