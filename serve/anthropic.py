@@ -53,8 +53,9 @@ class Answer:
         if not self._open or self.blocks[-1]["type"] != kind:
             more = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **more})
-        self._pieces.append(part.text)
-        yield self._grown({"type": f"{kind}_delta", kind: part.text})
+        text = part.text if self._pieces else part.text[part.gap :]
+        self._pieces.append(text)
+        yield self._grown({"type": f"{kind}_delta", kind: text})
 
     def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._end()

@@ -205,10 +205,11 @@ class HarmonyReader(Reader):
             self._arguments.append(text)
             self._parts.append(Arguments(self._calls - 1, text))
             return
+        between = _BETWEEN if self._apart else ""
         if self._kind == "content":
-            self._parts.append(Content(_BETWEEN + text if self._apart else text))
+            self._parts.append(Content(between + text, len(between)))
         elif self._shown:
-            self._parts.append(Thought(_BETWEEN + text if self._apart else text))
+            self._parts.append(Thought(between + text, len(between)))
         self._apart = False
         if self._kind is not None:
             self._said.add(self._kind)

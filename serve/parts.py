@@ -8,12 +8,14 @@ class Thought(NamedTuple):
     """What the model thinks before it answers."""
 
     text: str
+    gap: int = 0  # characters in front that keep it apart from earlier thoughts
 
 
 class Content(NamedTuple):
     """Text of the answer."""
 
     text: str
+    gap: int = 0  # as of thoughts
 
 
 class CallStart(NamedTuple):

@@ -64,15 +64,14 @@ class Answer:
         if not item["content"]:
             item["content"].append(_empty_part(item["type"]))
             yield self._event("response.content_part.added", content_index=0, part=_empty_part(item["type"]))
-        self._pieces.append(part.text)
+        text = part.text if self._pieces else part.text[part.gap :]
+        self._pieces.append(text)
         if isinstance(part, Thought):
-            yield self._event("response.reasoning_text.delta", content_index=0, delta=part.text)
+            yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
         else:
             logprobs = self._logprobs_of(part)
             item["content"][0]["logprobs"] += logprobs
-            yield self._event(
-                "response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs
-            )
+            yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _logprobs_of(self, part: Content) -> list[dict[str, Any]]:
         """Of the tokens of the next text."""

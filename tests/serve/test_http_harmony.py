@@ -132,6 +132,31 @@ def test_chunks(server):
     assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) == len(tokens)
 
 
+def test_blocks_begin_with_their_text(server):
+    """Messages of one kind stand apart where they are joined, and only there."""
+    script(server, analysis("One.") + PLAN + analysis("Two.") + analysis("Three.") + final("Done."))
+    blocks = server.post("/v1/messages", {"max_tokens": 999, "messages": HELLO}).json()["content"]
+    found = [block.get("thinking", block.get("text")) for block in blocks]
+    assert found == ["One.", "Let me see.", "Two.\n\nThree.", "Done."]
+    items = server.post("/v1/responses", {"input": "Hello", "model": "tiny"}).json()["output"]
+    assert [item["content"][0]["text"] for item in items] == found
+    for path, body in (
+        ("messages", {"max_tokens": 999, "messages": HELLO}),
+        ("responses", {"input": "Hello"}),
+    ):
+        lines = server.post(f"/v1/{path}", body | {"stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        deltas: dict[int, str] = {}
+        for event in events:
+            delta = event.get("delta")
+            if isinstance(delta, dict):
+                delta = delta.get("thinking", delta.get("text"))
+            if delta is not None:
+                at = event.get("index", event.get("output_index"))
+                deltas[at] = deltas.get(at, "") + delta
+        assert [*deltas.values()] == found
+
+
 def test_the_parser_may_be_told_or_left_out():
     with serving(tokenizer=harmony_tokenizer(TINY_CHAT_TEMPLATE), reasoning_parser="harmony") as server:
         script(server, ANSWER)
