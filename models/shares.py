@@ -28,7 +28,7 @@ def over_devices(
 
 
 def are_linked(part: Array, links: Int[Array, "_ 2"]) -> bool:
-    """Whether the kernel adds it up; prompts' many tokens are left to XLA."""
+    """Whether the kernel adds it up."""
     try:
         all_reduce.check_supported(part, links)
     except NotImplementedError:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.params import Params
 from models.sharding import AxisRules, param_shardings, rules_for, share, tensor_mesh
-from pallas_kernels.all_reduce import in_passing, links_of
+from pallas_kernels import all_reduce
 from pallas_kernels.fp8_products import TILE, Fp8Weights
 from tangram_jax.cache import POOL_AXES, Cache, init_cache
 from tangram_jax.packed import Packed
@@ -105,11 +105,14 @@ class TensorParallel:
         return self.linked(placed | {"layers": tuple(layers)})
 
     def linked(self, params: Params) -> Params:
-        """The parameters, with "links" between the devices where these are GPUs that reach each other's memory.
+        """The parameters, with "links" between the devices where these are two GPUs that reach each other's memory.
 
-        Through them a kernel of ours adds up what the devices have of a few tokens, see `pallas_kernels.all_reduce`.
+        Through them kernels of ours add up what the devices have of each token, see `pallas_kernels.all_reduce`. More than
+        two have not been tried.
         """
-        links = links_of(tuple(self.mesh.devices.flat)) if isinstance(self.mesh, Mesh) else None
+        if not isinstance(self.mesh, Mesh) or self.size > all_reduce.TRIED:
+            return params
+        links = all_reduce.links_of(tuple(self.mesh.devices.flat))
         return params if links is None else params | {"links": links}
 
     def in_passing(self, params: Params) -> Params:
@@ -117,7 +120,7 @@ class TensorParallel:
 
         See `all_reduce.in_passing`.
         """
-        return params | {"links": in_passing(params["links"])} if "links" in params else params
+        return params | {"links": all_reduce.in_passing(params["links"])} if "links" in params else params
 
     def init_cache(self, **sizes: Any) -> Cache:
         """As `tangram_jax.init_cache`, on the mesh."""

@@ -1,7 +1,8 @@
 """Which devices reach each other's memory, and the mailboxes through which they do.
 
 A mailbox has a turn for each row, then what others write: [odd and even turns, sender, row] words, each with a turn's number
-beside it.
+beside it (`exchange`). Behind that it has a turn for each CTA, flags [CTA, odd and even turns, shares and sums, sender], and
+rows in the same order (`relay`).
 """
 
 import ctypes
@@ -17,12 +18,24 @@ from pallas_kernels.support import check_device
 ROWS = 512  # of all senders together, so that a mailbox is 32 MiB
 ROW = 32 * 1024  # bytes: of each element of 2 bytes, at most 8192, and half of a turn's number
 TURNS = 4 * ROWS  # bytes
+RELAYS = 256  # CTAs that relay rows
+RELAY_ROW = 16 * 1024  # bytes
 WAITS = -1  # a mask
 
 
 def most_rows(devices: int) -> int:
     """Rows of tokens that one call takes. They have a CTA each, of which at least two fit on a multiprocessor."""
     return min(ROWS // devices, 256)
+
+
+def relay_begins(devices: int) -> int:
+    """Where in a mailbox the part of `relay` begins, in bytes, with the CTAs' turns."""
+    return TURNS + 2 * devices * most_rows(devices) * ROW
+
+
+def relay_rows_begin(devices: int) -> int:
+    """Where its rows begin, after turns and flags."""
+    return relay_begins(devices) + 4 * RELAYS * (1 + 4 * devices)
 
 
 @functools.cache
@@ -35,7 +48,7 @@ def links_of(devices: tuple[jax.Device, ...]) -> jax.Array | None:
         return None
     count = len(devices)
     place = NamedSharding(Mesh(np.array(devices), ("tensor",)), PartitionSpec("tensor"))
-    size = TURNS + 2 * count * most_rows(count) * ROW
+    size = relay_rows_begin(count) + RELAYS * 4 * count * RELAY_ROW
     boxes = jax.jit(lambda: jnp.zeros((count, size // 4), jnp.int32), out_shardings=place)()
     _MAILBOXES.append(jax.block_until_ready(boxes))
     address = {part.device: part.data.unsafe_buffer_pointer() for part in boxes.addressable_shards}

@@ -1,4 +1,4 @@
-"""The kernels: a CTA for each row of tokens, which is sent to all devices' mailboxes and awaited from all of them."""
+"""The kernels: few rows of tokens are sent to all devices as they are (`exchange`), many added up on one each (`relay`)."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from jax import lax
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce.exchange import exchange
+from pallas_kernels.all_reduce.links import RELAYS, most_rows
+from pallas_kernels.all_reduce.relay import Add, Give, relay_rows
 
 
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
@@ -18,10 +20,12 @@ def all_reduce_mosaic_gpu(share: jax.Array, links: jax.Array, *, interpret: Any 
     """See `all_reduce.all_reduce`."""
 
     def all_reduce(share: Any, links: Any, out: Any) -> None:  # the name that profiles show
-        row = lax.axis_index("cta")
-        out.at[row][...] = _total(share, links, row, interpret).astype(out.dtype)
+        def give(row: Any, total: jax.Array) -> None:
+            out.at[row][...] = total
 
-    return _kernel(all_reduce, share, 1, interpret)(share, links)[0]
+        _rows(share, links, lambda row: lambda total: total.astype(out.dtype), give, interpret)
+
+    return _kernel(all_reduce, share, links, 1, interpret)(share, links)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "offset", "interpret"))
@@ -39,27 +43,52 @@ def added_norm_mosaic_gpu(
     columns = share.shape[1]
 
     def all_reduce_norm(x: Any, share: Any, weight: Any, links: Any, out: Any, normed: Any) -> None:
-        row = lax.axis_index("cta")
-        # Asked for before the others' rows are awaited.
-        own, factors = _row(x, row, interpret), _row(weight, None, interpret).astype(jnp.float32)
-        total = own.astype(jnp.float32) + _total(share, links, row, interpret)
-        out.at[row][...] = total.astype(out.dtype)
-        total = total.astype(out.dtype).astype(jnp.float32)
-        inverse_rms = lax.rsqrt(jnp.sum(total * total) / columns + eps)
-        normed.at[row][...] = (total * inverse_rms * (factors + offset)).astype(out.dtype)
+        factors = _row(weight, None, interpret).astype(jnp.float32) + offset
 
-    total, normed = _kernel(all_reduce_norm, share, 2, interpret)(x, share, weight, links)
+        def add(row: Any) -> Callable[[jax.Array], jax.Array]:
+            own = _row(x, row, interpret).astype(jnp.float32)
+            return lambda total: (own + total).astype(out.dtype)
+
+        def give(row: Any, total: jax.Array) -> None:
+            out.at[row][...] = total
+            total = total.astype(jnp.float32)
+            inverse_rms = lax.rsqrt(jnp.sum(total * total) / columns + eps)
+            normed.at[row][...] = (total * inverse_rms * factors).astype(out.dtype)
+
+        _rows(share, links, add, give, interpret)
+
+    total, normed = _kernel(all_reduce_norm, share, links, 2, interpret)(x, share, weight, links)
     return total, normed
 
 
-def _kernel(body: Callable[..., None], share: jax.Array, results: int, interpret: Any) -> Callable[..., Any]:
+def _kernel(
+    body: Callable[..., None], share: jax.Array, links: jax.Array, results: int, interpret: Any
+) -> Callable[..., Any]:
+    rows, devices = len(share), links.shape[0] - 1
+    ctas = rows if interpret is not None or rows <= most_rows(devices) else min(-(-rows // devices), RELAYS)
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(share.shape, share.dtype)] * results,
-        grid=(len(share),),
+        grid=(ctas,),
         grid_names=("cta",),
         **({} if interpret is None else {"interpret": interpret}),
     )
+
+
+def _rows(
+    share: Any,
+    links: Any,
+    add: Add,
+    give: Give,
+    interpret: Any,
+) -> None:
+    """The rows of this CTA, see `relay.relay_rows`; few are sent to all devices as they are."""
+    if interpret is None and len(share) > most_rows(links.shape[0] - 1):
+        relay_rows(share, links, add, give)
+        return
+    row = lax.axis_index("cta")
+    added = add(row)
+    give(row, added(_total(share, links, row, interpret)))
 
 
 def _total(share: Any, links: Any, row: Any, interpret: Any) -> jax.Array:

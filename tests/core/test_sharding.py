@@ -20,7 +20,6 @@ from models.sharding import pad_heads, tensor_mesh
 from models.testing import random_params, tiny_config, tiny_gpt_oss_config
 from pallas_kernels import all_reduce as kernels
 from pallas_kernels.norms import rms_norm
-from tangram_jax import sharding
 from tangram_jax.sharding import TensorParallel, head_order
 from tests.simulated import on_simulated_devices
 
@@ -99,12 +98,9 @@ def check_linked() -> None:
         place = jax.sharding.NamedSharding(tensor_mesh(len(devices)), jax.sharding.PartitionSpec("tensor"))
         return jax.device_put(np.zeros((len(devices), 1 + len(devices), 2), np.int32), place)
 
-    with (
-        mock.patch.multiple(
-            kernels, all_reduce=mock.Mock(wraps=all_reduce), added_norm=mock.Mock(wraps=added_norm),
-            check_supported=lambda share, links: None,
-        ),
-        mock.patch.object(sharding, "links_of", links_of),
+    with mock.patch.multiple(
+        kernels, all_reduce=mock.Mock(wraps=all_reduce), added_norm=mock.Mock(wraps=added_norm),
+        check_supported=lambda share, links: None, links_of=links_of,
     ):  # fmt: skip
         check_ragged()
         assert kernels.all_reduce.call_count and kernels.added_norm.call_count

@@ -14,7 +14,8 @@ from tests.kernels.all_reduce_cases import EPS, Case, close, make_case
 
 pytestmark = pytest.mark.gpu
 DEVICES = [1, 2, 4, 8]
-SHAPES = [(1, 256), (2, 4096), (5, 5120), (32, 8192), (3, 3840), (4, 2880), (64, 512)]
+SHAPES = [(1, 256), (2, 4096), (5, 5120), (32, 8192), (3, 3840), (4, 2880), (64, 512)]  # sent as they are
+RELAYED = [(515, 512), (1025, 3840), (2048, 4096), (600, 8192), (700, 2880)]  # added up on one device each
 
 
 def over(devices, function):
@@ -56,7 +57,7 @@ def test_sums_and_norms(devices, dtype):
 
     run = over(devices, both)
     for _ in range(3):  # odd and even turns, rows that have had more of them than others
-        for shape in SHAPES:
+        for shape in SHAPES + RELAYED:
             case = make_case(devices, *shape, dtype)
             got = np.asarray(run(case), np.float32)
             assert (got == got[:1]).all()  # the same bits on all devices
@@ -67,17 +68,18 @@ def test_sums_and_norms(devices, dtype):
                 close(part, want, dtype)
 
 
+@pytest.mark.parametrize("rows", [32, 1500])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_many_in_a_row(devices):
+def test_many_in_a_row(devices, rows):
     """Numbers whose sums are exact stay what they are, in turns that follow as fast as they can."""
 
     def chain(x, share, weight, links):
         def turn(x, _):
             return all_reduce.all_reduce(x * jnp.asarray(1 / devices, x.dtype), links), None
 
-        return jax.lax.scan(turn, share, None, 5000)[0][None]
+        return jax.lax.scan(turn, share, None, 2000)[0][None]
 
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-8, 8, (32, 4096)), jnp.bfloat16)
+    x = jnp.asarray(rng.integers(-8, 8, (rows, 4096)), jnp.bfloat16)
     case = Case(x, jnp.broadcast_to(x, (devices, *x.shape)), x[0])
     assert (over(devices, chain)(case) == x).all()

@@ -1,0 +1,298 @@
+"""Rows of many tokens: each device adds up some of them and gives the sums to the others, through mailboxes with flags.
+
+A CTA takes N rows at a time, of which every device adds up one. It writes its share of each to the device that adds it up,
+and then a turn's number (after a fence, as what is written may come in any order); that device adds, writes the sum to all
+others and the number again. Shares of the next N rows are sent before the sums of these are awaited. Odd and even turns have
+places of their own, which is enough as in `exchange`: whoever sends shares of a turn has had all sums of the last but one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from pallas_kernels import row_loads as ops
+from pallas_kernels.all_reduce.links import RELAY_ROW, RELAYS, relay_begins, relay_rows_begin
+
+i32 = jnp.int32
+SHARES, SUMS = 0, 1  # what is sent
+_NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=ops.SCALAR)
+
+
+# Of a row that this device adds up, before the others' shares are awaited: what makes f32[columns], the sum of all shares,
+# the result, in the dtype of the shares.
+Add = Callable[[Any], Callable[[jax.Array], jax.Array]]
+Give = Callable[[Any, jax.Array], None]  # takes the result of a row
+
+
+def relay_rows(share: Any, links: Any, add: Add, give: Give) -> None:
+    """This CTA's part of the sums over all devices' `share` [T, columns]."""
+    devices, rows = links.shape[0] - 1, share.shape[0]
+    box = _Relay(links, devices, lax.axis_index("cta"))
+    turns = pl.cdiv(pl.cdiv(rows, devices), RELAYS)
+    first, rank = box.turn(), box.rank()
+
+    def row_of(turn: Any, device: Any) -> Any:
+        group = turn * RELAYS + lax.axis_index("cta")
+        return jnp.minimum(group * devices + device, rows - 1)
+
+    others = [lax.rem(rank + n, i32(devices)) for n in range(1, devices)]
+
+    def send_shares(turn: Any) -> None:
+        for device in others:
+            value = _load(share, row_of(turn, device))
+            box.store(device, SHARES, first + turn, rank, value)
+        box.signal(others, SHARES, first + turn, rank)
+
+    send_shares(i32(0))
+
+    @pl.loop(0, turns)
+    def _(turn: Any) -> None:
+        @pl.when(turn + 1 < turns)
+        def _() -> None:
+            send_shares(turn + 1)
+
+        row = row_of(turn, rank)
+        own, added = _load(share, row).astype(jnp.float32), add(row)
+        box.wait(others, SHARES, first + turn)
+        parts = []
+        for sender in range(devices):
+            sent = box.load(SHARES, first + turn, i32(sender), share).astype(jnp.float32)
+            mine = (rank == sender).astype(jnp.float32)
+            parts.append(own * mine + sent * (1 - mine))  # nobody sends to itself: that is zeros
+        total = functools.reduce(jnp.add, parts)
+        result = added(total)
+        for device in others:
+            box.store(device, SUMS, first + turn, rank, result)
+        box.signal(others, SUMS, first + turn, rank)
+        give(row, result)
+        for device in others:
+            box.wait([device], SUMS, first + turn)
+            give(row_of(turn, device), box.load(SUMS, first + turn, device, share))
+
+    box.end(first + turns)
+
+
+def _load(ref: Any, row: Any) -> jax.Array:
+    """A row of [T, columns]."""
+    columns = ref.shape[1]
+
+    def address(position: Any, ref: Any, row: Any) -> Any:
+        return ops.pointer_of(ref), ops.muladd((position[0], 1), (row, columns))
+
+    return ops.load_vectors((columns,), ref.dtype, (ref, row), address)
+
+
+class _Relay:
+    """The mailboxes of all devices, as to one CTA."""
+
+    def __init__(self, links: Any, devices: int, cta: Any) -> None:
+        self._links, self._devices, self._cta = links, devices, cta
+
+    def rank(self) -> jax.Array:
+        """The number of this device."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
+        def run(_: Any, links: Any) -> Any:
+            return _number(llvm.load(_i32(), ops.pointer_of(links)))
+
+        return run(self._links)
+
+    def turn(self) -> jax.Array:
+        """The number of the first turn."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.SCALAR), return_type=_NUMBER)
+        def run(_: Any, links: Any, cta: Any) -> Any:
+            [before] = _load_words(self._turn_at(links, ops.as_operand(cta)), 1)
+            return _number(arith.addi(before, _word(1)))
+
+        return run(self._links, self._cta)
+
+    def end(self, turn: Any) -> None:
+        """`turn` is the number of the next first turn."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.SCALAR, ops.SCALAR))
+        def run(_: Any, links: Any, cta: Any, turn: Any) -> None:
+            mgpu_utils.warpgroup_barrier()  # all threads have read the number before
+            before = arith.subi(turn.registers.item(), _word(1))
+            _store_word(self._turn_at(links, ops.as_operand(cta)), before)
+
+        run(self._links, self._cta, turn)
+
+    def store(self, device: Any, what: int, turn: Any, sender: Any, value: jax.Array) -> None:
+        """A row [columns] into the mailbox of `device`."""
+        (columns,) = value.shape
+        size = ops.vector_size(columns, columns)
+        layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=size)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * 4, layout))
+        def run(_: Any, links: Any, device: Any, cta: Any, turn: Any, sender: Any, value: Any) -> None:
+            device, cta, turn, sender = (ops.as_operand(x) for x in (device, cta, turn, sender))
+            base = _address(links, device)
+            place = self._place(cta, what, turn, sender)
+            for n, vector in enumerate(value.registers.flat):
+                words = llvm.bitcast(ir.VectorType.get((size // 2,), _i32()), vector)
+                parts = [llvm.extractelement(words, _word(m)) for m in range(size // 2)]
+                at = _pointer(base, place, _of_thread(n, size))
+                _store_words(at, parts)
+
+        run(self._links, device, self._cta, turn, sender, value)
+
+    def load(self, what: int, turn: Any, sender: Any, like: Any) -> jax.Array:
+        """A row that `sender` has written into the own mailbox, of the columns and dtype of `like`."""
+        columns, dtype = like.shape[1], like.dtype
+        size = ops.vector_size(columns, columns)
+        layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=size)
+        result = plgpu.ShapeDtypeStruct((columns,), dtype, layout=layout)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * 3), return_type=result)
+        def run(_: Any, links: Any, cta: Any, turn: Any, sender: Any) -> Any:
+            cta, turn, sender = (ops.as_operand(x) for x in (cta, turn, sender))
+            base = _address(links, ops.load_index(links, ops.constant(0)))
+            place = self._place(cta, what, turn, sender)
+            frag = mgpu.WGStridedFragLayout((columns,), size)
+            registers = np.empty(frag.registers_shape((columns,)), dtype=object)
+            element = mgpu_utils.dtype_to_ir_type(dtype)
+            for n in range(registers.size):
+                parts = _load_words(_pointer(base, place, _of_thread(n, size)), size // 2)
+                words = llvm.mlir_undef(ir.VectorType.get((size // 2,), _i32()))
+                for m, part in enumerate(parts):
+                    words = llvm.insertelement(words, part, _word(m))
+                registers.flat[n] = llvm.bitcast(ir.VectorType.get((size,), element), words)
+            return mgpu.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
+
+        return run(self._links, self._cta, turn, sender)
+
+    def signal(self, devices: list[Any], what: int, turn: Any, sender: Any) -> None:
+        """What this CTA has stored is there for `devices` to see."""
+        if not devices:
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * (3 + len(devices))))
+        def run(_: Any, links: Any, cta: Any, turn: Any, sender: Any, *given: Any) -> None:
+            number = turn.registers.item()
+            cta, turn, sender, *devices = (ops.as_operand(x) for x in (cta, turn, sender, *given))
+            mgpu_utils.warpgroup_barrier()
+            with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+                mgpu_utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
+                for device in devices:
+                    base = _address(links, device)
+                    at = _pointer(base, self._flag(cta, what, turn, sender))
+                    mgpu_utils.inline_ptx(
+                        "st.relaxed.sys.global.u32 [$0], $1;", at, number, has_side_effects=True
+                    )
+
+        run(self._links, self._cta, turn, sender, *devices)
+
+    def wait(self, senders: list[Any], what: int, turn: Any) -> None:
+        """Until what `senders` have stored for this turn is there."""
+        if not senders:
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * (2 + len(senders))))
+        def run(_: Any, links: Any, cta: Any, turn: Any, *given: Any) -> None:
+            number = turn.registers.item()
+            cta, turn, *senders = (ops.as_operand(x) for x in (cta, turn, *given))
+            base = _address(links, ops.load_index(links, ops.constant(0)))
+            waits = arith.trunci(_i32(), ops.load_index(links, ops.constant(1)))
+            with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+                places = [_pointer(base, self._flag(cta, what, turn, sender)) for sender in senders]
+                loop = scf.WhileOp([], [])
+                with ir.InsertionPoint(loop.before.blocks.append()):
+                    late = [arith.xori(_acquire(place), number) for place in places]
+                    late = arith.andi(functools.reduce(arith.ori, late), waits)
+                    scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, _word(0)), [])
+                with ir.InsertionPoint(loop.after.blocks.append()):
+                    scf.yield_([])
+            mgpu_utils.warpgroup_barrier()
+
+        run(self._links, self._cta, turn, *senders)
+
+    def _turn_at(self, links: Any, cta: Any) -> Any:
+        base = _address(links, ops.load_index(links, ops.constant(0)))
+        return _pointer(base, ops.muladd((cta, 4), (ops.constant(relay_begins(self._devices)), 1)))
+
+    def _flag(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
+        count = self._devices
+        odd = arith.andi(turn, ops.constant(1))
+        number = ops.muladd((cta, 4 * count), (odd, 2 * count), (ops.constant(what), count), (sender, 1))
+        return ops.muladd((number, 4), (ops.constant(relay_begins(count) + 4 * RELAYS), 1))
+
+    def _place(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
+        count = self._devices
+        odd = arith.andi(turn, ops.constant(1))
+        number = ops.muladd((cta, 4 * count), (odd, 2 * count), (ops.constant(what), count), (sender, 1))
+        return ops.muladd((number, RELAY_ROW), (ops.constant(relay_rows_begin(count)), 1))
+
+
+def _address(links: Any, device: Any) -> Any:
+    i64 = ir.IntegerType.get_signless(64)
+    index = arith.addi(device, ops.constant(1))
+    return llvm.load(i64, mgpu_utils.getelementptr(ops.pointer_of(links), [index], i64), alignment=8)
+
+
+def _of_thread(vector: int, size: int) -> Any:
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
+    return ops.muladd((thread, 2 * size), (ops.constant(2 * size * ops.WARPGROUP * vector), 1))
+
+
+def _store_words(at: Any, words: list[Any]) -> None:
+    names = ", ".join(f"${n + 1}" for n in range(len(words)))
+    shape, names = (f".v{len(words)}", f"{{{names}}}") if len(words) > 1 else ("", names)
+    mgpu_utils.inline_ptx(
+        f"st.relaxed.sys.global{shape}.u32 [$0], {names};", at, *words, has_side_effects=True
+    )
+
+
+def _load_words(at: Any, words: int) -> tuple[Any, ...]:
+    names = ", ".join(f"${n}" for n in range(words))
+    shape, names = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
+    return mgpu_utils.inline_ptx(
+        f"ld.relaxed.sys.global{shape}.u32 {names}, [${words}];",
+        at,
+        result_types=[_i32()] * words,
+        has_side_effects=True,
+    )
+
+
+def _store_word(at: Any, word: Any) -> None:
+    mgpu_utils.inline_ptx(
+        "st.relaxed.sys.global.u32 [$0], $1;",
+        at,
+        word,
+        predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+        has_side_effects=True,
+    )
+
+
+def _acquire(at: Any) -> Any:
+    return mgpu_utils.inline_ptx(
+        "ld.acquire.sys.global.u32 $0, [$1];", at, result_types=_i32(), has_side_effects=True
+    )
+
+
+def _number(value: Any) -> Any:
+    return mgpu.FragmentedArray.splat(value, (), mgpu.WGSplatFragLayout(()), is_signed=True)
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _word(value: int) -> Any:
+    return mgpu_utils.c(value, _i32())
+
+
+def _pointer(*terms: Any) -> Any:
+    return llvm.inttoptr(llvm.PointerType.get(), functools.reduce(arith.addi, terms))
