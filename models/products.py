@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from models.config import ModelConfig
-from models.shares import Share, are_linked, over_devices
+from models.shares import Share, over_devices
 from pallas_kernels import all_reduce
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
@@ -28,19 +28,17 @@ def added_norm(
     norm: Float[Array, " depth"],
     weights: Array | Fp8Weights | None,
     config: ModelConfig,
-    links: Int[Array, "_ 2"] | None = None,
 ) -> tuple[Float[Array, "T depth"], Any]:
     """x + added, and its RMS norm for products with `weights`: as Fp8Tokens where they take these and a kernel makes them.
 
-    added: None for nothing; a device's share is added up with the others' (see `Share`), over `links` if there are some.
-    weights: None where not only such products read the norm.
+    added: None for nothing; a device's share is added up with the others'. weights: None where not only such products read
+    the norm.
     """
     if isinstance(added, Share):
-        if links is not None and are_linked(added.part, links):
-            return all_reduce.added_norm(
-                x, added.part, norm, links, eps=config.norm_eps, offset=config.norm_offset
-            )
-        added = over_devices(added, config, links)
+        if added.links is not None:
+            how = {"eps": config.norm_eps, "offset": config.norm_offset}
+            return all_reduce.added_norm(x, added.part, norm, added.links, **how)
+        added = over_devices(added, config)
     narrow = isinstance(weights, Fp8Weights) and _narrow(x, config) and _has_kernel(x, weights)
     if narrow and x.shape[1] <= fp8.MOST_NORMED:
         return fp8.normed_tokens(x, norm, added=added, eps=config.norm_eps, offset=config.norm_offset)

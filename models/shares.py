@@ -1,4 +1,4 @@
-"""Sums over the devices of a mesh, of which each has computed a share: by our kernel between linked GPUs, else by XLA."""
+"""Sums over the devices of a mesh, of which each has computed a share: by our kernels between linked GPUs, else by XLA."""
 
 from __future__ import annotations
 
@@ -15,22 +15,12 @@ class Share(NamedTuple):
     """What one device has of a sum; what takes it adds it up, with whatever else comes to it."""
 
     part: Float[Array, "T depth"]
+    links: Int[Array, "_ 2"] | None  # between the devices, see `all_reduce.links_of`
 
 
-def over_devices(
-    share: Share, config: ModelConfig, links: Int[Array, "_ 2"] | None
-) -> Float[Array, "T depth"]:
+def over_devices(share: Share, config: ModelConfig) -> Float[Array, "T depth"]:
     """What all devices' shares give together."""
     with jax.named_scope("all_reduce"):
-        if links is not None and are_linked(share.part, links):
-            return all_reduce.all_reduce(share.part, links)
+        if share.links is not None:
+            return all_reduce.all_reduce(share.part, share.links)
         return jax.lax.psum(share.part, config.tensor_axis)
-
-
-def are_linked(part: Array, links: Int[Array, "_ 2"]) -> bool:
-    """Whether the kernel adds it up."""
-    try:
-        all_reduce.check_supported(part, links)
-    except NotImplementedError:
-        return False
-    return True

@@ -56,7 +56,7 @@ def _embed(table: Array, tokens: Array, config: ModelConfig, links: Array | None
         return table[tokens]
     at = tokens - jax.lax.axis_index(config.tensor_axis) * size
     mine = (at >= 0) & (at < size)
-    return over_devices(Share(jnp.where(mine[:, None], table[jnp.where(mine, at, 0)], 0)), config, links)
+    return over_devices(Share(jnp.where(mine[:, None], table[jnp.where(mine, at, 0)], 0), links), config)
 
 
 # The two halves of a layer are jitted by themselves: they are traced once, not once per layer, and XLA inlines them.
@@ -69,13 +69,12 @@ def _attention_inputs(
     added: Array | Share | None,
     cos: Array,
     sin: Array,
-    links: Array | None,
     config: ModelConfig,
 ) -> tuple[Array, Array, Array, Array]:
     """(x + added, q, k, v)"""
     T, G = x.shape[0], config.group_size
     with jax.named_scope("attn_norm"):
-        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config, links)
+        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
     with jax.named_scope("qkv"):
         qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim), config)
         if config.qkv_bias:
@@ -105,30 +104,30 @@ def _after_attention(
     """(x, what is to be added to it)"""
     with jax.named_scope("attn_out"):
         h = attended.reshape(x.shape[0], -1).astype(x.dtype)
-        added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), config)
+        added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
         if config.attn_out_bias:
-            added = _whole(added, config, links) + layer_params["attn_out_bias"]
+            added = _whole(added, config) + layer_params["attn_out_bias"]
         if config.post_norms:
-            added = _norm(_whole(added, config, links), layer_params["attn_post_norm"], config)
+            added = _norm(_whole(added, config), layer_params["attn_post_norm"], config)
     with jax.named_scope("mlp_norm"):
         routed = "router" in layer_params
         weights = None if routed else layer_params["gate_up"]
-        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config, links)
+        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config)
     with jax.named_scope("mlp"):
         h = expert_mlp(layer_params, h, config, there) if routed else _mlp(layer_params, h, config)
-        added = _shared(h, config)
+        added = _shared(h, links, config)
         if config.post_norms:
-            added = _norm(_whole(added, config, links), layer_params["mlp_post_norm"], config)
+            added = _norm(_whole(added, config), layer_params["mlp_post_norm"], config)
         return x, added
 
 
-def _shared(h: Array, config: ModelConfig) -> Array | Share:
-    """A sum over the inner axis that the devices' weights divide."""
-    return h if config.tensor_axis is None else Share(h)
+def _shared(h: Array, links: Array | None, config: ModelConfig) -> Array | Share:
+    """Of a product over an axis that is dealt to the devices."""
+    return h if config.tensor_axis is None else Share(h, links)
 
 
-def _whole(added: Array | Share, config: ModelConfig, links: Array | None) -> Array:
-    return over_devices(added, config, links) if isinstance(added, Share) else added
+def _whole(added: Array | Share, config: ModelConfig) -> Array:
+    return over_devices(added, config) if isinstance(added, Share) else added
 
 
 def _mlp(layer_params: Params, h: Array | Fp8Tokens, config: ModelConfig) -> Array:
@@ -197,14 +196,14 @@ def forward(
     for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
             cos, sin = sliding_rope if layer in config.sliding_layers else rope
-            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, links, config)
+            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, config)
             with jax.named_scope("attend"):
                 if config.attention_sinks:
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
             x, added = _after_attention(layer_params, x, attended, there, links, config)
-    x = x if added is None else x + _whole(added, config, links)
+    x = x if added is None else x + _whole(added, config)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]
     if there is not None:  # the attention of padding may be anything

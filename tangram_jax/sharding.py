@@ -110,7 +110,11 @@ class TensorParallel:
         Through them kernels of ours add up what the devices have of each token, see `pallas_kernels.all_reduce`. More than
         two have not been tried.
         """
-        if not isinstance(self.mesh, Mesh) or self.size > all_reduce.TRIED:
+        if not isinstance(self.mesh, Mesh) or not 1 < self.size <= all_reduce.TRIED:
+            return params
+        try:
+            all_reduce.check_supported(jax.typeof(params["embed"]))
+        except NotImplementedError:
             return params
         links = all_reduce.links_of(tuple(self.mesh.devices.flat))
         return params if links is None else params | {"links": links}
@@ -118,7 +122,7 @@ class TensorParallel:
     def in_passing(self, params: Params) -> Params:
         """For the first run of a program: parameters with which no GPU waits for another, so that what it gives is nothing.
 
-        See `all_reduce.in_passing`.
+        All that ran before must have ended. See `all_reduce.in_passing`.
         """
         return params | {"links": all_reduce.in_passing(params["links"])} if "links" in params else params
 
@@ -141,8 +145,8 @@ class TensorParallel:
     ) -> tuple[jax.Array, Cache]:
         """As `tangram_jax.step`, of parameters and a cache on the mesh; the logits are on every device.
 
-        Jit it with `tangram_jax.step.compiler_options(devices, linked="links" in params)`, and run it once with parameters
-        `in_passing`.
+        Jit it with `tangram_jax.step.compiler_options(devices, linked="links" in params)`. Run each program once with
+        parameters `in_passing` and a cache without requests, and wait for it, before you run it in earnest.
         """
 
         def on_one(params: Params, cache: Cache, chunk: Any, decode: Any) -> tuple[jax.Array, Cache]:
@@ -152,7 +156,7 @@ class TensorParallel:
 
         weights = jax.tree.map(lambda s: s.spec, param_shardings(self.config, self.mesh, self.rules))
         if "links" in params:
-            weights["links"] = PartitionSpec(*self.mesh.axis_names)
+            weights["links"] = PartitionSpec(self.mesh.axis_names)
         pages = self._cache_specs(cache)
         return jax.shard_map(
             on_one,

@@ -6,15 +6,13 @@ longer than the GPUs need for the step; these are kernels like any other, add th
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.all_reduce.links import in_passing, links_of, most_rows
+from pallas_kernels.all_reduce.links import MOST_COLUMNS, in_passing, links_of, most_rows
 from pallas_kernels.norms import rms_norm
 
 TRIED = 2  # devices: the most that these have run on
-MOST_COLUMNS = 8192
 PADDED = 1024  # columns that are no multiple of EVEN are padded to one of this
 EVEN = 256  # two for each thread
 
@@ -29,10 +27,8 @@ __all__ = [
 ]
 
 
-def check_supported(share: jax.Array, links: jax.Array | None) -> None:
-    """Raises NotImplementedError, naming the feature, for a share [T, columns] that the kernel does not add up."""
-    if links is None:
-        raise NotImplementedError("devices without links to each other's memory")
+def check_supported(share: Any) -> None:
+    """Raises NotImplementedError, naming the feature, for a share [T, columns] that the kernels do not add up."""
     if share.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"sums of {share.dtype}: the kernel takes bfloat16 and float16")
     if _padded(share.shape[1]) > MOST_COLUMNS:
@@ -44,7 +40,8 @@ def all_reduce(
 ) -> Float[Array, "T columns"]:
     """The sum of all devices' `share`, bf16 or f16: added up in float32, in the same order on each device.
 
-    Within a `jax.shard_map`; as with any collective, all devices make the same calls in the same order.
+    Within a `jax.shard_map`. All devices make the same calls in the same order, as with any collective, and one after
+    another: of two calls one must depend on the other's result.
 
     Args:
       share: what `check_supported` lets pass.

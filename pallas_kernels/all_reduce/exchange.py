@@ -1,10 +1,10 @@
 """A row of every device to every device, through mailboxes in which each word has a turn's number beside it.
 
-A word and its number are stored as one, in 8 bytes, so that nothing else has to say that it is there: no fence, no barrier
-between devices, no host. The number is one more in every turn, and turns with odd and with even numbers have places of their
-own. That is enough: whoever sends in one turn has had all rows of the turn before, whose senders had read all of the turn
-before that, which are the words that are overwritten. Each row counts its own turns, the same on all devices as they all
-make the same calls.
+This is NCCL's protocol LL, with turns for its flags: a word and its number are stored as 8 bytes, which the hardware does at
+once, so that nothing else has to say that it is there: no fence, no barrier between devices, no host. The number is one more
+in every turn, and turns with odd and with even numbers have places of their own. Where turns are awaited that is enough:
+whoever sends in one turn has had all rows of the turn before, whose senders had read all of the turn before that, which are
+the words that are overwritten. Each row counts its own turns, the same on all devices as they all make the same calls.
 
 `inline_mgpu`, so not for the interpreter.
 """
@@ -104,8 +104,8 @@ class _Mail:
         with ir.InsertionPoint(loop.before.blocks.append()):
             loaded = [x for place, size in places for x in self._load(place, size)]
             others = [arith.xori(turn, self._turn) for turn in loaded[1::2]]
-            late = arith.cmpi(arith.CmpIPredicate.ne, functools.reduce(arith.ori, others), self._constant(0))
-            scf.condition(late, loaded)
+            late = arith.andi(functools.reduce(arith.ori, others), self._waits)
+            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, self._constant(0)), loaded)
         with ir.InsertionPoint(loop.after.blocks.append(*(x.type for x in loop.results))):
             scf.yield_([])
         received = list(itertools.batched(list(loop.results)[::2], words))

@@ -16,15 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.support import check_device
 
 ROWS = 512  # of all senders together, so that a mailbox is 32 MiB
-ROW = 32 * 1024  # bytes: of each element of 2 bytes, at most 8192, and half of a turn's number
+MOST_COLUMNS = 8192
+ROW = 4 * MOST_COLUMNS  # bytes: of each element of 2 bytes, and half of a turn's number
 TURNS = 4 * ROWS  # bytes
 RELAYS = 256  # CTAs that relay rows
-RELAY_ROW = 16 * 1024  # bytes
+RELAY_ROW = 2 * MOST_COLUMNS  # bytes
 WAITS = -1  # a mask
 
 
 def most_rows(devices: int) -> int:
-    """Rows of tokens that one call takes. They have a CTA each, of which at least two fit on a multiprocessor."""
+    """Rows of tokens that are sent as they are. Each has a CTA, which waits for the same one of the others alone."""
     return min(ROWS // devices, 256)
 
 
@@ -63,9 +64,11 @@ def links_of(devices: tuple[jax.Device, ...]) -> jax.Array | None:
 def in_passing(links: jax.Array) -> jax.Array:
     """Links that are written to and not awaited: what is summed up over them is nothing.
 
-    For the first run of a program, when all that ran before has ended. A GPU on which a kernel waits for others loads no
-    kernels until that ends, and JAX loads ours one at a time: while it does so for a GPU that waits for another, the other
-    starts none, so both may wait for good.
+    For the first run of a program. A GPU on which a kernel waits for others loads no kernels until that ends, and JAX loads
+    ours one at a time: while it does so for a GPU that waits for another, the other starts none, so both may wait for good.
+
+    All that ran before must have ended on all GPUs: who does not wait overwrites what others have not read yet, which then
+    wait for it for good.
     """
     table = np.array(links)
     table[:, 0, 1] = 0

@@ -23,10 +23,16 @@ def run(params, config, plan, parallel, dtype):
     if parallel:
         params, cache = parallel.place(params), parallel.init_cache(**SIZES, dtype=dtype)
         options = compiler_options(parallel.size, linked="links" in params)
-        assert ("links" in params) == (
-            parallel.size <= all_reduce.TRIED
-        )  # GPUs that do not reach each other have none
+        # GPUs that do not reach each other's memory have none.
+        assert ("links" in params) == (1 < parallel.size <= all_reduce.TRIED)
         step = jax.jit(parallel.step, static_argnums=1, donate_argnums=2, compiler_options=options)
+        nothing = (
+            tj.Chunk(np.int32(3), np.zeros(256, np.int32), np.int32(1)),
+            tj.Decode(*np.full((2, 2), 3, np.int32)),
+        )
+        for given in (nothing[0], None), (None, nothing[1]):
+            empty = parallel.init_cache(**SIZES, dtype=dtype)
+            jax.block_until_ready(step(parallel.in_passing(params), SCORER, empty, *given))
     else:
         cache = tj.init_cache(plan, config, **SIZES, dtype=dtype)
         step = jax.jit(

@@ -8,6 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce import exchange
 from pallas_kernels.all_reduce.reference import added_norm_reference, all_reduce_reference
 from tests.kernels.all_reduce_cases import EPS, close, make_case
 
@@ -55,28 +56,43 @@ def test_kernels_are_lowered_for_a_gpu(devices, columns, rows):
 
 
 def test_what_is_not_supported():
-    def check(rows, columns, devices=2, dtype=jnp.bfloat16):
-        all_reduce.check_supported(jax.ShapeDtypeStruct((rows, columns), dtype), links(devices))
+    def check(rows, columns, dtype=jnp.bfloat16):
+        all_reduce.check_supported(jax.ShapeDtypeStruct((rows, columns), dtype))
 
-    check(256, 8192), check(8192, 4096, devices=8), check(1, 7300)
+    check(256, 8192), check(8192, 4096), check(1, 7300)
     with pytest.raises(NotImplementedError, match="sums of 8200 columns: the kernel takes up to 8192"):
         check(1, 8200)
     with pytest.raises(NotImplementedError, match="sums of float32: the kernel takes bfloat16 and float16"):
         check(1, 64, dtype=jnp.float32)
-    with pytest.raises(NotImplementedError, match="devices without links"):
-        all_reduce.check_supported(jax.ShapeDtypeStruct((1, 64), jnp.bfloat16), None)
 
 
 def test_other_devices_than_gpus_are_not_linked():
     assert all_reduce.links_of(tuple(jax.devices())) is None
 
 
-def test_links_in_passing_are_not_awaited():
+def test_links_in_passing():
     links = jnp.asarray(np.arange(1, 13).reshape(2, 3, 2))
     got = np.asarray(all_reduce.in_passing(links))
     assert (got != links).sum() == 2 and not got[:, 0, 1].any()
 
 
-def test_a_mailbox_has_the_same_size_for_any_number_of_devices():
+@pytest.mark.parametrize(("devices", "columns"), [(2, 4096), (8, 8192)])
+def test_links_say_whether_rows_are_awaited(devices, columns, monkeypatch):
+    """All that is awaited at once ends with what they say (nothing here tells what a kernel does with it)."""
+    found = []
+
+    class Mail(exchange._Mail):
+        def end_turn(self):
+            super().end_turn()
+            found.append(len(list(self._waits.uses)))
+
+    monkeypatch.setattr(exchange, "_Mail", Mail)
+    x = jax.ShapeDtypeStruct((3, columns), jnp.bfloat16)
+    jax.clear_caches()
+    jax.jit(all_reduce.all_reduce).trace(x, links(devices)).lower(lowering_platforms=("cuda",))
+    words = columns  # awaited of each device by 128 threads, with as many numbers
+    assert found == [-(-devices // max(exchange.AWAITED // (words // 128), 1))]
+
+
+def test_rows_that_are_sent_as_they_are():
     assert [all_reduce.most_rows(n) for n in (1, 2, 4, 8)] == [256, 256, 128, 64]
-    assert np.array_equal([n * all_reduce.most_rows(n) for n in (2, 4, 8)], [512] * 3)
