@@ -24,6 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import row_loads as ops
+from pallas_kernels.all_reduce import device_ops as mail
 from pallas_kernels.all_reduce.links import ROW, TURNS, most_rows
 
 AWAITED = 96  # registers of a thread for what it awaits at once
@@ -37,7 +38,7 @@ def exchange(share: Any, links: Any, row: Any) -> jax.Array:
     columns, devices = share.shape[1], links.shape[0] - 1
     size = ops.vector_size(columns, columns)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=size)
-    element = share.dtype
+    dtype = share.dtype
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), ops.SCALAR),
@@ -45,38 +46,38 @@ def exchange(share: Any, links: Any, row: Any) -> jax.Array:
     )
     def run(_: Any, share: Any, links: Any, row: Any) -> Any:
         row = ops.as_operand(row)
-        mail = _Mail(links, devices, row)
-        vectors = _load_words(share, row, columns, size)
+        post = _Post(links, devices, row)
+        vectors = _load_row(share, row, columns, size)
         for device in range(devices):
-            mail.send(device, vectors)
+            post.send(device, vectors)
         sums: list[Any] = []
         at_once = max(AWAITED // (2 * sum(map(len, vectors))), 1)
+        wide = ir.VectorType.get((size,), ir.F32Type.get())
         for first in range(0, devices, at_once):
             senders = range(first, min(first + at_once, devices))
-            for words in mail.receive(senders, len(vectors), size // 2):
-                floats = [_floats(vector, element) for vector in words]
+            for words in post.receive(senders, len(vectors), size // 2):
+                floats = [arith.extf(wide, mail.of_words(vector, dtype)) for vector in words]
                 sums = [arith.addf(a, b) for a, b in zip(sums, floats, strict=True)] if sums else floats
-        mail.end_turn()
+        post.end_turn()
         frag = mgpu.WGStridedFragLayout((columns,), size)
         return mgpu.FragmentedArray(_registers=np.array(sums, object), _layout=frag, _is_signed=None)
 
     return run(share, links, row)
 
 
-class _Mail:
+class _Post:
     """The mailboxes of all devices, as to one row in the turn that comes."""
 
     def __init__(self, links: Any, devices: int, row: Any) -> None:
-        self._i32, self._i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        self._thread = _thread()
-        self._addresses = [self._address(links, ops.constant(n)) for n in range(devices)]
-        self._rank = ops.load_index(links, ops.constant(0))
-        self._waits = arith.trunci(self._i32, ops.load_index(links, ops.constant(1)))
-        self._own = self._address(links, self._rank)
-        self._turn_at = _pointer(self._own, ops.muladd((row, 4)))
-        [before] = self._load(self._turn_at, 1)
-        self._turn = arith.addi(before, self._constant(1))
-        odd = arith.extui(self._i64, arith.andi(self._turn, self._constant(1)))
+        i64 = ir.IntegerType.get_signless(64)
+        self._thread = mail.thread()
+        self._addresses = [mail.address(links, ops.constant(n)) for n in range(devices)]
+        self._rank, self._waits = mail.rank(links), mail.waits(links)
+        self._own = mail.address(links, self._rank)
+        self._turn_at = mail.pointer(self._own, ops.muladd((row, 4)))
+        [before] = mail.load(self._turn_at, 1)
+        self._turn = arith.addi(before, mail.constant(1))
+        odd = arith.extui(i64, arith.andi(self._turn, mail.constant(1)))
         self._sender = most_rows(devices) * ROW  # bytes of each
         self._place = ops.muladd((ops.constant(TURNS), 1), (odd, devices * self._sender), (row, ROW))
 
@@ -84,13 +85,7 @@ class _Mail:
         """This device's words to `device`."""
         for number, record in enumerate(_records(vectors)):
             words = [x for word in record for x in (word, self._turn)]
-            operands = ", ".join(f"${n + 1}" for n in range(len(words)))
-            mgpu_utils.inline_ptx(
-                f"st.volatile.global.v{len(words)}.u32 [$0], {{{operands}}};",
-                self._at(self._addresses[device], self._rank, number, len(words)),
-                *words,
-                has_side_effects=True,
-            )
+            mail.store(self._at(self._addresses[device], self._rank, number, len(words)), words)
 
     def receive(self, senders: Sequence[int], vectors: int, words: int) -> list[list[list[Any]]]:
         """Of each sender so many vectors of so many words, as soon as all are there."""
@@ -100,12 +95,12 @@ class _Mail:
             for sender in senders
             for number, size in enumerate(sizes)
         ]
-        loop = scf.WhileOp([self._i32] * sum(size for _, size in places), [])
+        loop = scf.WhileOp([mail.i32()] * sum(size for _, size in places), [])
         with ir.InsertionPoint(loop.before.blocks.append()):
-            loaded = [x for place, size in places for x in self._load(place, size)]
+            loaded = [x for place, size in places for x in mail.load(place, size)]
             others = [arith.xori(turn, self._turn) for turn in loaded[1::2]]
             late = arith.andi(functools.reduce(arith.ori, others), self._waits)
-            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, self._constant(0)), loaded)
+            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, mail.constant(0)), loaded)
         with ir.InsertionPoint(loop.after.blocks.append(*(x.type for x in loop.results))):
             scf.yield_([])
         received = list(itertools.batched(list(loop.results)[::2], words))
@@ -113,35 +108,13 @@ class _Mail:
 
     def end_turn(self) -> None:
         mgpu_utils.warpgroup_barrier()  # all threads have read which turn it was
-        mgpu_utils.inline_ptx(
-            "st.volatile.global.u32 [$0], $1;",
-            self._turn_at,
-            self._turn,
-            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
-            has_side_effects=True,
-        )
+        mail.store_once(self._turn_at, self._turn)
 
     def _at(self, address: Any, sender: Any, number: int, words: int) -> Any:
         """Where a record of a thread's lies: those with the same number side by side."""
-        thread = ops.muladd((self._thread, 4 * words), (ops.constant(4 * words * ops.WARPGROUP * number), 1))
-        return _pointer(address, self._place, ops.muladd((sender, self._sender)), thread)
-
-    def _load(self, place: Any, words: int) -> tuple[Any, ...]:
-        operands = ", ".join(f"${n}" for n in range(words))
-        shape, operands = (f".v{words}", f"{{{operands}}}") if words > 1 else ("", operands)
-        return mgpu_utils.inline_ptx(
-            f"ld.volatile.global{shape}.u32 {operands}, [${words}];",
-            place,
-            result_types=[self._i32] * words,
-            has_side_effects=True,
-        )
-
-    def _address(self, links: Any, device: Any) -> Any:
-        at = mgpu_utils.getelementptr(ops.pointer_of(links), [arith.addi(device, ops.constant(1))], self._i64)
-        return llvm.load(self._i64, at, alignment=8)
-
-    def _constant(self, value: int) -> Any:
-        return mgpu_utils.c(value, self._i32)
+        bytes_of_all = 4 * words * ops.WARPGROUP
+        thread = ops.muladd((self._thread, 4 * words), (ops.constant(bytes_of_all * number), 1))
+        return mail.pointer(address, self._place, ops.muladd((sender, self._sender)), thread)
 
 
 def _records(vectors: list[list[Any]]) -> list[tuple[Any, ...]]:
@@ -149,32 +122,12 @@ def _records(vectors: list[list[Any]]) -> list[tuple[Any, ...]]:
     return [record for vector in vectors for record in itertools.batched(vector, 2)]
 
 
-def _load_words(share: Any, row: Any, columns: int, size: int) -> list[list[Any]]:
-    """The words, i32, of each of a thread's vectors."""
-    i32 = ir.IntegerType.get_signless(32)
+def _load_row(share: Any, row: Any, columns: int, size: int) -> list[list[Any]]:
+    """The words of each of a thread's vectors."""
     words, out = size // 2, []
     for start in range(0, columns // 2, ops.WARPGROUP * words):
-        offset = ops.muladd((row, columns // 2), (_thread(), words), (ops.constant(start), 1))
-        at = mgpu_utils.getelementptr(ops.pointer_of(share), [offset], i32)
-        vector = llvm.load(ir.VectorType.get((words,), i32), at, alignment=4 * words)
-        out.append([llvm.extractelement(vector, mgpu_utils.c(n, i32)) for n in range(words)])
+        offset = ops.muladd((row, columns // 2), (mail.thread(), words), (ops.constant(start), 1))
+        at = mgpu_utils.getelementptr(ops.pointer_of(share), [offset], mail.i32())
+        vector = llvm.load(ir.VectorType.get((words,), mail.i32()), at, alignment=4 * words)
+        out.append(mail.in_words(vector, words))
     return out
-
-
-def _floats(words: list[Any], dtype: Any) -> Any:
-    """Words of two elements each as a vector of float32."""
-    i32, size = ir.IntegerType.get_signless(32), 2 * len(words)
-    vector = llvm.mlir_undef(ir.VectorType.get((len(words),), i32))
-    for n, word in enumerate(words):
-        vector = llvm.insertelement(vector, word, mgpu_utils.c(n, i32))
-    elements = llvm.bitcast(ir.VectorType.get((size,), mgpu_utils.dtype_to_ir_type(dtype)), vector)
-    return arith.extf(ir.VectorType.get((size,), ir.F32Type.get()), elements)
-
-
-def _thread() -> Any:
-    i64 = ir.IntegerType.get_signless(64)
-    return arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
-
-
-def _pointer(*terms: Any) -> Any:
-    return llvm.inttoptr(llvm.PointerType.get(), functools.reduce(arith.addi, terms))

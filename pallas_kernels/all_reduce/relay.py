@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels import row_loads as ops
+from pallas_kernels.all_reduce import device_ops as mail
 from pallas_kernels.all_reduce.links import RELAY_ROW, RELAYS, relay_begins, relay_rows_begin
 
 i32 = jnp.int32
@@ -104,7 +105,7 @@ class _Relay:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
         def run(_: Any, links: Any) -> Any:
-            return _number(llvm.load(_i32(), ops.pointer_of(links)))
+            return _number(arith.trunci(mail.i32(), mail.rank(links)))
 
         return run(self._links)
 
@@ -113,8 +114,8 @@ class _Relay:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.SCALAR), return_type=_NUMBER)
         def run(_: Any, links: Any, cta: Any) -> Any:
-            [before] = _load_words(self._turn_at(links, ops.as_operand(cta)), 1)
-            return _number(arith.addi(before, _word(1)))
+            [before] = mail.load(self._turn_at(links, ops.as_operand(cta)), 1)
+            return _number(arith.addi(before, mail.constant(1)))
 
         return run(self._links, self._cta)
 
@@ -124,8 +125,8 @@ class _Relay:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.SCALAR, ops.SCALAR))
         def run(_: Any, links: Any, cta: Any, turn: Any) -> None:
             mgpu_utils.warpgroup_barrier()  # all threads have read the number before
-            before = arith.subi(turn.registers.item(), _word(1))
-            _store_word(self._turn_at(links, ops.as_operand(cta)), before)
+            before = arith.subi(turn.registers.item(), mail.constant(1))
+            mail.store_once(self._turn_at(links, ops.as_operand(cta)), before)
 
         run(self._links, self._cta, turn)
 
@@ -138,13 +139,9 @@ class _Relay:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * 4, layout))
         def run(_: Any, links: Any, device: Any, cta: Any, turn: Any, sender: Any, value: Any) -> None:
             device, cta, turn, sender = (ops.as_operand(x) for x in (device, cta, turn, sender))
-            base = _address(links, device)
-            place = self._place(cta, what, turn, sender)
+            base, place = mail.address(links, device), self._place(cta, what, turn, sender)
             for n, vector in enumerate(value.registers.flat):
-                words = llvm.bitcast(ir.VectorType.get((size // 2,), _i32()), vector)
-                parts = [llvm.extractelement(words, _word(m)) for m in range(size // 2)]
-                at = _pointer(base, place, _of_thread(n, size))
-                _store_words(at, parts)
+                mail.store(mail.pointer(base, place, _of_thread(n, size)), mail.in_words(vector, size // 2))
 
         run(self._links, device, self._cta, turn, sender, value)
 
@@ -158,17 +155,12 @@ class _Relay:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[ops.SCALAR] * 3), return_type=result)
         def run(_: Any, links: Any, cta: Any, turn: Any, sender: Any) -> Any:
             cta, turn, sender = (ops.as_operand(x) for x in (cta, turn, sender))
-            base = _address(links, ops.load_index(links, ops.constant(0)))
-            place = self._place(cta, what, turn, sender)
+            base, place = mail.address(links, mail.rank(links)), self._place(cta, what, turn, sender)
             frag = mgpu.WGStridedFragLayout((columns,), size)
             registers = np.empty(frag.registers_shape((columns,)), dtype=object)
-            element = mgpu_utils.dtype_to_ir_type(dtype)
             for n in range(registers.size):
-                parts = _load_words(_pointer(base, place, _of_thread(n, size)), size // 2)
-                words = llvm.mlir_undef(ir.VectorType.get((size // 2,), _i32()))
-                for m, part in enumerate(parts):
-                    words = llvm.insertelement(words, part, _word(m))
-                registers.flat[n] = llvm.bitcast(ir.VectorType.get((size,), element), words)
+                words = mail.load(mail.pointer(base, place, _of_thread(n, size)), size // 2)
+                registers.flat[n] = mail.of_words(words, dtype)
             return mgpu.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
 
         return run(self._links, self._cta, turn, sender)
@@ -186,11 +178,8 @@ class _Relay:
             with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
                 mgpu_utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
                 for device in devices:
-                    base = _address(links, device)
-                    at = _pointer(base, self._flag(cta, what, turn, sender))
-                    mgpu_utils.inline_ptx(
-                        "st.relaxed.sys.global.u32 [$0], $1;", at, number, has_side_effects=True
-                    )
+                    flag = self._flag(cta, what, turn, sender)
+                    mail.store(mail.pointer(mail.address(links, device), flag), [number])
 
         run(self._links, self._cta, turn, sender, *devices)
 
@@ -203,15 +192,14 @@ class _Relay:
         def run(_: Any, links: Any, cta: Any, turn: Any, *given: Any) -> None:
             number = turn.registers.item()
             cta, turn, *senders = (ops.as_operand(x) for x in (cta, turn, *given))
-            base = _address(links, ops.load_index(links, ops.constant(0)))
-            waits = arith.trunci(_i32(), ops.load_index(links, ops.constant(1)))
+            base, waits = mail.address(links, mail.rank(links)), mail.waits(links)
             with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
-                places = [_pointer(base, self._flag(cta, what, turn, sender)) for sender in senders]
+                places = [mail.pointer(base, self._flag(cta, what, turn, sender)) for sender in senders]
                 loop = scf.WhileOp([], [])
                 with ir.InsertionPoint(loop.before.blocks.append()):
                     late = [arith.xori(_acquire(place), number) for place in places]
                     late = arith.andi(functools.reduce(arith.ori, late), waits)
-                    scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, _word(0)), [])
+                    scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, mail.constant(0)), [])
                 with ir.InsertionPoint(loop.after.blocks.append()):
                     scf.yield_([])
             mgpu_utils.warpgroup_barrier()
@@ -219,8 +207,8 @@ class _Relay:
         run(self._links, self._cta, turn, *senders)
 
     def _turn_at(self, links: Any, cta: Any) -> Any:
-        base = _address(links, ops.load_index(links, ops.constant(0)))
-        return _pointer(base, ops.muladd((cta, 4), (ops.constant(relay_begins(self._devices)), 1)))
+        base = mail.address(links, mail.rank(links))
+        return mail.pointer(base, ops.muladd((cta, 4), (ops.constant(relay_begins(self._devices)), 1)))
 
     def _flag(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
         count = self._devices
@@ -235,64 +223,17 @@ class _Relay:
         return ops.muladd((number, RELAY_ROW), (ops.constant(relay_rows_begin(count)), 1))
 
 
-def _address(links: Any, device: Any) -> Any:
-    i64 = ir.IntegerType.get_signless(64)
-    index = arith.addi(device, ops.constant(1))
-    return llvm.load(i64, mgpu_utils.getelementptr(ops.pointer_of(links), [index], i64), alignment=8)
+def _acquire(at: Any) -> Any:
+    return mgpu_utils.inline_ptx(
+        "ld.acquire.sys.global.u32 $0, [$1];", at, result_types=mail.i32(), has_side_effects=True
+    )
 
 
 def _of_thread(vector: int, size: int) -> Any:
-    i64 = ir.IntegerType.get_signless(64)
-    thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
-    return ops.muladd((thread, 2 * size), (ops.constant(2 * size * ops.WARPGROUP * vector), 1))
-
-
-def _store_words(at: Any, words: list[Any]) -> None:
-    names = ", ".join(f"${n + 1}" for n in range(len(words)))
-    shape, names = (f".v{len(words)}", f"{{{names}}}") if len(words) > 1 else ("", names)
-    mgpu_utils.inline_ptx(
-        f"st.relaxed.sys.global{shape}.u32 [$0], {names};", at, *words, has_side_effects=True
-    )
-
-
-def _load_words(at: Any, words: int) -> tuple[Any, ...]:
-    names = ", ".join(f"${n}" for n in range(words))
-    shape, names = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
-    return mgpu_utils.inline_ptx(
-        f"ld.relaxed.sys.global{shape}.u32 {names}, [${words}];",
-        at,
-        result_types=[_i32()] * words,
-        has_side_effects=True,
-    )
-
-
-def _store_word(at: Any, word: Any) -> None:
-    mgpu_utils.inline_ptx(
-        "st.relaxed.sys.global.u32 [$0], $1;",
-        at,
-        word,
-        predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
-        has_side_effects=True,
-    )
-
-
-def _acquire(at: Any) -> Any:
-    return mgpu_utils.inline_ptx(
-        "ld.acquire.sys.global.u32 $0, [$1];", at, result_types=_i32(), has_side_effects=True
-    )
+    """Where a thread's vector of `size` elements lies in a row, in bytes."""
+    before = 2 * size * ops.WARPGROUP * vector
+    return ops.muladd((mail.thread(), 2 * size), (ops.constant(before), 1))
 
 
 def _number(value: Any) -> Any:
     return mgpu.FragmentedArray.splat(value, (), mgpu.WGSplatFragLayout(()), is_signed=True)
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _word(value: int) -> Any:
-    return mgpu_utils.c(value, _i32())
-
-
-def _pointer(*terms: Any) -> Any:
-    return llvm.inttoptr(llvm.PointerType.get(), functools.reduce(arith.addi, terms))

@@ -105,6 +105,20 @@ def check_linked() -> None:
         check_ragged()
         assert kernels.all_reduce.call_count and kernels.added_norm.call_count
         check_gpt_oss()
+        # A mesh may have an axis more, and what was placed on one takes the program without links too.
+        config = tiny_config(num_layers=1)
+        mesh = jax.make_mesh(
+            (1, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2]
+        )
+        tp = TensorParallel.of(config, ragged_plan(config, 4), 2, mesh=mesh)
+        params, cache = tp.place(random_params(config, 0)), tp.init_cache(**SIZES)
+        rows = np.array([1], np.int32)
+        with_links, without = (
+            jax.jit(tp.step, static_argnums=1)(given, SNAPKV, cache, None, tj.Decode(rows, rows))[0]
+            for given in (tp.in_passing(params), {name: x for name, x in params.items() if name != "links"})
+        )
+        assert "links" in params
+        np.testing.assert_allclose(with_links, without, atol=1e-5)
 
 
 def check_gpt_oss() -> None:

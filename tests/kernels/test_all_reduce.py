@@ -81,12 +81,12 @@ def test_links_say_whether_rows_are_awaited(devices, columns, monkeypatch):
     """All that is awaited at once ends with what they say (nothing here tells what a kernel does with it)."""
     found = []
 
-    class Mail(exchange._Mail):
+    class Post(exchange._Post):
         def end_turn(self):
             super().end_turn()
             found.append(len(list(self._waits.uses)))
 
-    monkeypatch.setattr(exchange, "_Mail", Mail)
+    monkeypatch.setattr(exchange, "_Post", Post)
     x = jax.ShapeDtypeStruct((3, columns), jnp.bfloat16)
     jax.clear_caches()
     jax.jit(all_reduce.all_reduce).trace(x, links(devices)).lower(lowering_platforms=("cuda",))
