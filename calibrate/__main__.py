@@ -278,12 +278,15 @@ def _report(result: Calibration, console: Console, heads_per_page: int) -> None:
     if result.heldout is not None:
         count = len(result.heldout)
         lines += [
-            f"against the mean of {count} held-out samples: {stability.heldout}",
+            f"against the mean of {count} held-out sample{'s' * (count > 1)}: {stability.heldout}",
             f"against single held-out samples, averaged: {stability.heldout_single}",
             f"held-out needs within the budget (sample, head): {stability.covered}",
             f"held-out entries beyond the budgets: {stability.overflow}",
-            "Brackets: 95% intervals over held-out samples (bootstrap; of the correlation of means by a jackknife).",
         ]
+        if count > 1:
+            lines.append(
+                "Brackets: 95% intervals over held-out samples (bootstrap; of the correlation of means by a jackknife)."
+            )
     console.print("\n".join(lines), highlight=False, markup=False)
 
 

@@ -70,10 +70,12 @@ def measure_stability(
     return Stability(
         halves=halves,
         heldout=_correlation(mean, heldout),
-        heldout_single=_interval(float(single.mean()), single[draws].mean(axis=1)),
-        covered=_interval(float(within.mean()), within[draws].mean(axis=1)),
+        heldout_single=_interval(float(single.mean()), single[draws].mean(axis=1), len(heldout)),
+        covered=_interval(float(within.mean()), within[draws].mean(axis=1), len(heldout)),
         overflow=_interval(
-            float(beyond.sum() / wanted.sum()), beyond[draws].sum(axis=1) / wanted[draws].sum(axis=1)
+            float(beyond.sum() / wanted.sum()),
+            beyond[draws].sum(axis=1) / wanted[draws].sum(axis=1),
+            len(heldout),
         ),
     )
 
@@ -99,8 +101,9 @@ def _ranks(x: np.ndarray) -> np.ndarray:
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
-def _interval(value: float, resampled: np.ndarray | list[float]) -> Interval:
-    if np.isnan(resampled).all():  # budgets that are all equal have no ranking
+def _interval(value: float, resampled: np.ndarray, count: int) -> Interval:
+    """By a bootstrap over `count` samples."""
+    if count < 2 or np.isnan(resampled).all():  # budgets that are all equal have no ranking
         return Interval(value=value, low=np.nan, high=np.nan)
     low, high = np.nanpercentile(resampled, [2.5, 97.5])
     return Interval(value=value, low=float(low), high=float(high))

@@ -77,12 +77,16 @@ def make_parser() -> argparse.ArgumentParser:
     budget.add_argument(
         "--profile", metavar="FILE", help="calibrated budgets (.npz), from `python -m calibrate`"
     )
-    budget.add_argument("--retention", type=float, help="kept fraction of the KV cache; 1.0 keeps everything")
+    budget.add_argument(
+        "--retention",
+        type=float,
+        help="kept fraction of the KV cache; 1.0 keeps everything (default: as calibrated)",
+    )
     budget.add_argument(
         "--max-retention",
         type=float,
         metavar="F",
-        help="the most that a request may keep by its kv_retention (default: --retention)",
+        help="the most that a request may keep by its kv_retention (default: --retention, or the profile's target)",
     )
     budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
@@ -91,12 +95,14 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"how a GPU's work on decode attention is divided: {', '.join(DIVISIONS)} (default equal shares)",
     )
     budget.add_argument("--scorer", help=f"which tokens stay: {', '.join(SCORERS)} (default {SCORERS[0]})")
-    budget.add_argument("--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole")
+    budget.add_argument(
+        "--tail-limit", type=int, metavar="N", help="generated tokens that may stay whole (default 256)"
+    )
     budget.add_argument(
         "--min-entries",
         type=int,
         metavar="N",
-        help="entries that each head keeps at least; below 36 first tokens get lost",
+        help="entries that each head keeps at least (default 128); below 36 first tokens get lost",
     )
     budget.add_argument(
         "--drift-interval",

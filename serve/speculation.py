@@ -1,7 +1,7 @@
 """What `--speculative-config` can say: vLLM's names where it has them."""
 
 import argparse
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,6 +19,17 @@ class Speculation(BaseModel):
     prompt_lookup_max: int = Field(default=4, ge=1, le=64)
     # Nothing is drafted while more sequences run.
     disable_by_batch_size: int = Field(default=16, ge=1, le=65536)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds(cls, fields: Any) -> Any:
+        """One of the two that is given alone is not held against the other's default."""
+        low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
+        if high is None and isinstance(low, int):
+            return fields | {"prompt_lookup_max": max(low, cls.model_fields["prompt_lookup_max"].default)}
+        if low is None and isinstance(high, int):
+            return fields | {"prompt_lookup_min": min(high, cls.model_fields["prompt_lookup_min"].default)}
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> "Speculation":
@@ -39,6 +50,10 @@ def parse_speculation(text: str) -> Speculation:
     try:
         return Speculation.model_validate(fields)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors()]
-        known = ", ".join(Speculation.model_fields)
-        raise argparse.ArgumentTypeError(f"{'; '.join(faults)}; known are {known}") from error
+        known = f"; known are {', '.join(Speculation.model_fields)}"
+        faults = [
+            ": ".join([*map(str, e["loc"]), e["msg"].removeprefix("Value error, ")]) for e in error.errors()
+        ]
+        raise argparse.ArgumentTypeError(
+            "; ".join(faults) + (known if error.errors()[0]["loc"] else "")
+        ) from error

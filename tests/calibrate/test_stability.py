@@ -66,8 +66,9 @@ def test_without_heldout_samples():
 
 def test_one_sample_has_no_interval():
     shares = np.random.default_rng(0).uniform(0.1, 0.9, (4, 3, 3)).astype(np.float32)
-    found = measure_stability(BudgetProfile.from_ratios(shares[:3], 0.5), shares[:3], shares[3:]).heldout
-    assert str(found) == f"{found.value:.3f}"
+    found = measure_stability(BudgetProfile.from_ratios(shares[:3], 0.5), shares[:3], shares[3:])
+    for each in (found.heldout, found.heldout_single, found.covered, found.overflow):
+        assert str(each) == f"{each.value:.3f}"
 
 
 def test_heads_that_are_all_equal_have_no_ranking():

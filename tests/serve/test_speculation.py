@@ -37,7 +37,12 @@ def test_vllms_names():
             '{"model": "x"}',
             "model: Extra inputs are not permitted; known are method, num_speculative_tokens,",
         ),
-        ('{"prompt_lookup_min": 5}', "prompt_lookup_min (5) is above prompt_lookup_max (4)"),
+        (
+            '{"prompt_lookup_min": 5, "prompt_lookup_max": 4}',
+            "argument --speculative-config: prompt_lookup_min (5) is above prompt_lookup_max (4)\n",
+        ),
+        ('{"prompt_lookup_min": 65}', "prompt_lookup_min: Input should be less than or equal to 64"),
+        ('{"prompt_lookup_max": 0}', "prompt_lookup_max: Input should be greater than or equal to 1"),
         ("[3]", "is not a JSON object"),
         ("3 tokens", "is not JSON"),
     ],
@@ -46,6 +51,14 @@ def test_faults_say_what_to_write(given, words, capsys):
     with pytest.raises(SystemExit):
         parse_args(["--speculative-config", given])
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"), [("min", 5, (5, 5)), ("max", 1, (1, 1)), ("max", 9, (2, 9))]
+)
+def test_a_bound_that_is_given_alone(name, value, bounds):
+    speculation = parse_args(["--speculative-config", f'{{"prompt_lookup_{name}": {value}}}']).speculation
+    assert (speculation.prompt_lookup_min, speculation.prompt_lookup_max) == bounds
 
 
 def test_drafts_have_programs_of_their_own():
