@@ -7,6 +7,7 @@ rows in the same order (`relay`).
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ def relay_rows_begin(devices: int) -> int:
     return relay_begins(devices) + 4 * RELAYS * (1 + 4 * devices)
 
 
+def mailbox_bytes(devices: int) -> int:
+    return relay_rows_begin(devices) + RELAYS * 4 * devices * RELAY_ROW
+
+
 @functools.cache
 def links_of(devices: tuple[jax.Device, ...]) -> jax.Array | None:
     """i32[N, 1 + N, 2], a part on each device: its number and WAITS, then all N mailboxes' addresses, low words first.
@@ -49,16 +54,22 @@ def links_of(devices: tuple[jax.Device, ...]) -> jax.Array | None:
         return None
     count = len(devices)
     place = NamedSharding(Mesh(np.array(devices), ("tensor",)), PartitionSpec("tensor"))
-    size = relay_rows_begin(count) + RELAYS * 4 * count * RELAY_ROW
+    size = mailbox_bytes(count)
     boxes = jax.jit(lambda: jnp.zeros((count, size // 4), jnp.int32), out_shardings=place)()
     _MAILBOXES.append(jax.block_until_ready(boxes))
     address = {part.device: part.data.unsafe_buffer_pointer() for part in boxes.addressable_shards}
+    return jax.device_put(link_table([address[device] for device in devices]), place)
+
+
+def link_table(addresses: Sequence[int]) -> np.ndarray:
+    """What `links_of` gives, of mailboxes that lie there."""
+    count = len(addresses)
     table = np.zeros((count, 1 + count), np.int64)
     table[:, 0] = np.arange(count)
-    table[:, 1:] = [address[device] for device in devices]
+    table[:, 1:] = addresses
     words = table.view(np.int32).reshape(count, 1 + count, 2)
     words[:, 0, 1] = WAITS
-    return jax.device_put(words, place)
+    return words
 
 
 def in_passing(links: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import exchange
+from pallas_kernels.all_reduce.links import link_table
 from pallas_kernels.all_reduce.reference import added_norm_reference, all_reduce_reference
 from tests.kernels.all_reduce_cases import EPS, close, make_case
 
@@ -68,6 +69,12 @@ def test_what_is_not_supported():
 
 def test_other_devices_than_gpus_are_not_linked():
     assert all_reduce.links_of(tuple(jax.devices())) is None
+
+
+def test_a_table_of_links():
+    table = link_table([0x1_0000_0002, 0x7F_8000_0000])
+    assert (table[:, 0] == [[0, -1], [1, -1]]).all()
+    assert (table[:, 1:] == [[2, 1], [-(2**31), 0x7F]]).all()
 
 
 def test_links_in_passing():

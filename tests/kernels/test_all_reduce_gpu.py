@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from models.sharding import tensor_mesh
 from pallas_kernels import all_reduce
+from pallas_kernels.all_reduce.links import link_table, mailbox_bytes
 from pallas_kernels.all_reduce.reference import added_norm_reference, all_reduce_reference
 from tests.kernels.all_reduce_cases import EPS, Case, close, make_case
 
@@ -66,6 +67,18 @@ def test_sums_and_norms(devices, dtype):
             total, normed = added_norm_reference(case.x, shares, case.weight, eps=EPS, offset=1.0)
             for part, want in zip(got[0], (summed, total, normed), strict=True):
                 close(part, want, dtype)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rows", [2, 600])
+def test_nobody_waits_in_passing(rows):
+    """Both mailboxes are on one GPU, and the second device never sends."""
+    boxes = jax.block_until_ready([jnp.zeros(mailbox_bytes(2) // 4, jnp.int32) for _ in range(2)])
+    links = jnp.asarray(link_table([box.unsafe_buffer_pointer() for box in boxes]))
+    share = jnp.ones((rows, 512), jnp.bfloat16)
+    for _ in range(3):
+        jax.block_until_ready(jax.jit(all_reduce.all_reduce)(share, all_reduce.in_passing(links)[0]))
+    assert all(box.any() for box in boxes)
 
 
 @pytest.mark.parametrize("rows", [32, 1500])
