@@ -95,7 +95,6 @@ def test_links_say_whether_rows_are_awaited(devices, columns, monkeypatch):
 
     monkeypatch.setattr(exchange, "_Post", Post)
     x = jax.ShapeDtypeStruct((3, columns), jnp.bfloat16)
-    jax.clear_caches()
     jax.jit(all_reduce.all_reduce).trace(x, links(devices)).lower(lowering_platforms=("cuda",))
     words = columns  # awaited of each device by 128 threads, with as many numbers
     assert found == [-(-devices // max(exchange.AWAITED // (words // 128), 1))]

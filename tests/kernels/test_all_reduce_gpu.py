@@ -53,8 +53,10 @@ def over(devices, function):
 @pytest.mark.parametrize("devices", DEVICES)
 def test_sums_and_norms(devices, dtype):
     def both(x, share, weight, links):
+        summed = all_reduce.all_reduce(share, links)
+        share, summed = jax.lax.optimization_barrier((share, summed))  # one after another
         total, normed = all_reduce.added_norm(x, share, weight, links, eps=EPS, offset=1.0)
-        return jnp.stack([all_reduce.all_reduce(share, links), total, normed])[None]
+        return jnp.stack([summed, total, normed])[None]
 
     run = over(devices, both)
     for _ in range(3):  # odd and even turns, rows that have had more of them than others
