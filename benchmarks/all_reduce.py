@@ -1,4 +1,4 @@
-"""All-reduces of a decode step's tokens between the GPUs of one host: ours against NCCL's and XLA's own.
+"""All-reduces of the tokens of a step between the GPUs of one host: ours against NCCL's and XLA's own.
 
   python -m benchmarks.all_reduce                  over all GPUs
   python -m benchmarks.all_reduce --devices 2 --columns 8192
