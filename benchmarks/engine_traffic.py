@@ -5,7 +5,7 @@
                                                                          lengths as in chats; and chunks never split
   python -m benchmarks.engine_traffic --prompt 120 --spread 0.8 --generate 32 --requests 64 --retention 1 --apart
                                                                          a burst of short prompts; and one prompt a step
-  python -m benchmarks.engine_traffic --devices 2                        over two GPUs
+  python -m benchmarks.engine_traffic --devices 2 --unlinked             over two GPUs; and with NCCL's all-reduces
 
 Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
 weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
@@ -14,7 +14,9 @@ are not split to fill the programs that run them (`serve.limits`). `--apart`: wi
 """
 
 import argparse
+import functools
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +30,7 @@ import numpy as np
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from models.fp8_weights import with_fp8_weights
+from pallas_kernels import all_reduce
 from serve.engine import Engine
 from serve.limits import Limits
 from serve.program_store import keep_compiled
@@ -44,6 +47,7 @@ OTHERWISE: dict[str, Callable[[], Any]] = {
     "not split": lambda: mock.patch.object(Limits, "chunk_size", _never_split),
     "one prompt a step": lambda: mock.patch.object(Limits, "worth_packing", return_value=False),
 }
+UNLINKED = functools.partial(mock.patch.object, all_reduce, "links_of", return_value=None)
 
 
 def lengths(requests: int, mean: int, spread: float, most: int) -> np.ndarray:
@@ -96,6 +100,9 @@ def main() -> None:
     parser.add_argument("--scorer", default="expected_attention")
     parser.add_argument("--half-empty", action="store_true", help="once more, chunks never split")
     parser.add_argument("--apart", action="store_true", help="once more, one prompt's chunk a step")
+    parser.add_argument(
+        "--unlinked", action="store_true", help="once more over several GPUs, all-reduces by NCCL"
+    )
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
     parser.add_argument("--out", help="write the rows to this JSON file")
     decode_step.add_fp8(parser)
@@ -111,24 +118,27 @@ def main() -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, config.vocab_size, size).tolist() for size in sizes]
     rows: list[dict[str, Any]] = []
-    for retention in args.retention:
-        engine = start_engine(
-            config, decode_step.random_weights(config, args.devices), retention, tensor_parallel_size=args.devices,
-            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
-            kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
-            prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,
-        )  # fmt: skip
+    for retention, links in itertools.product(args.retention, ("if any", *["none"] * args.unlinked)):
+        with UNLINKED() if links == "none" else nullcontext():
+            engine = start_engine(
+                config, decode_step.random_weights(config, args.devices), retention, tensor_parallel_size=args.devices,
+                max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
+                kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+                prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,
+            )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer
         for how in ("as served", *["not split"] * args.half_empty, *["one prompt a step"] * args.apart):
             with OTHERWISE.get(how, nullcontext)():
-                row = {"retention": retention, "chunks": how} | serve(engine, prompts, args.generate)
+                row = {"retention": retention, "chunks": how, "links": links} | serve(
+                    engine, prompts, args.generate
+                )
             rows.append(row)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         engine.stop()
         del engine
         gc.collect()  # its pool must go before the next one comes
     for row in rows[1:]:
-        print(f"requests a second, {row['retention']:g} {row['chunks']} / first row: "
+        print(f"requests a second, {row['retention']:g} {row['chunks']}, links {row['links']} / first row: "
               f"{row['requests_per_s'] / rows[0]['requests_per_s']:.2f}")  # fmt: skip
     if args.out:
         result = {"device": device, "arguments": vars(args), "prompt_tokens": int(sizes.sum()), "rows": rows}

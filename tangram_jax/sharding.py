@@ -105,10 +105,10 @@ class TensorParallel:
         return self.linked(placed | {"layers": tuple(layers)})
 
     def linked(self, params: Params) -> Params:
-        """The parameters, with "links" between the devices where these are two GPUs that reach each other's memory.
+        """The parameters, with "links" between the devices where these are up to four GPUs that reach each other's memory.
 
         Through them kernels of ours add up what the devices have of each token, see `pallas_kernels.all_reduce`. More than
-        two have not been tried.
+        four have not been tried.
         """
         if not isinstance(self.mesh, Mesh) or not 1 < self.size <= all_reduce.TRIED:
             return params

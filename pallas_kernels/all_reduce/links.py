@@ -1,8 +1,8 @@
 """Which devices reach each other's memory, and the mailboxes through which they do.
 
 A mailbox has a turn for each row, then what others write: [odd and even turns, sender, row] words, each with a turn's number
-beside it (`exchange`). Behind that it has a turn for each CTA, flags [CTA, odd and even turns, shares and sums, sender], and
-rows in the same order (`relay`).
+beside it (`exchange`). Behind that it has a turn for each CTA, flags [CTA, PLACES turns, shares and sums, sender], and rows
+in the same order (`relay`).
 """
 
 import ctypes
@@ -20,14 +20,23 @@ ROWS = 512  # of all senders together, so that a mailbox is 32 MiB
 MOST_COLUMNS = 8192
 ROW = 4 * MOST_COLUMNS  # bytes: of each element of 2 bytes, and half of a turn's number
 TURNS = 4 * ROWS  # bytes
+AS_THEY_ARE = (
+    3 << 18
+)  # elements that a device sends: 4 bytes of each, and with more of them half of that in two turns is less
 RELAYS = 256  # CTAs that relay rows
+PLACES = 4  # turns of a relay that have places of their own
 RELAY_ROW = 2 * MOST_COLUMNS  # bytes
 WAITS = -1  # a mask
 
 
 def most_rows(devices: int) -> int:
-    """Rows of tokens that are sent as they are. Each has a CTA, which waits for the same one of the others alone."""
+    """Rows of tokens for which a mailbox has places as they are: each has a CTA, which waits for the same of the others."""
     return min(ROWS // devices, 256)
+
+
+def are_few(rows: int, columns: int, devices: int) -> bool:
+    """Whether rows are better sent as they are than relayed."""
+    return rows <= most_rows(devices) and rows * columns * (devices - 1) <= AS_THEY_ARE
 
 
 def relay_begins(devices: int) -> int:
@@ -37,11 +46,11 @@ def relay_begins(devices: int) -> int:
 
 def relay_rows_begin(devices: int) -> int:
     """Where its rows begin, after turns and flags."""
-    return relay_begins(devices) + 4 * RELAYS * (1 + 4 * devices)
+    return relay_begins(devices) + 4 * RELAYS * (1 + 2 * PLACES * devices)
 
 
 def mailbox_bytes(devices: int) -> int:
-    return relay_rows_begin(devices) + RELAYS * 4 * devices * RELAY_ROW
+    return relay_rows_begin(devices) + RELAYS * 2 * PLACES * devices * RELAY_ROW
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce.exchange import exchange
-from pallas_kernels.all_reduce.links import RELAYS, most_rows
+from pallas_kernels.all_reduce.links import RELAYS, are_few
 from pallas_kernels.all_reduce.relay import Add, Give, relay_rows
 
 
@@ -64,12 +64,12 @@ def added_norm_mosaic_gpu(
 def _kernel(
     body: Callable[..., None], share: jax.Array, links: jax.Array, results: int, interpret: Any
 ) -> Callable[..., Any]:
-    rows, devices = len(share), links.shape[0] - 1
-    ctas = rows if interpret is not None or rows <= most_rows(devices) else min(-(-rows // devices), RELAYS)
+    (rows, columns), devices = share.shape, links.shape[0] - 1
+    few = interpret is not None or are_few(rows, columns, devices)
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(share.shape, share.dtype)] * results,
-        grid=(ctas,),
+        grid=(rows if few else min(-(-rows // devices), RELAYS),),
         grid_names=("cta",),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -83,7 +83,8 @@ def _rows(
     interpret: Any,
 ) -> None:
     """The rows of this CTA, see `relay.relay_rows`; few are sent to all devices as they are."""
-    if interpret is None and len(share) > most_rows(links.shape[0] - 1):
+    rows, columns = share.shape
+    if interpret is None and not are_few(rows, columns, links.shape[0] - 1):
         relay_rows(share, links, add, give)
         return
     row = lax.axis_index("cta")

@@ -1,9 +1,11 @@
 """Rows of many tokens: each device adds up some of them and gives the sums to the others, through mailboxes with flags.
 
-A CTA takes N rows at a time, of which every device adds up one. It writes its share of each to the device that adds it up,
-and then a turn's number (after a fence, as what is written may come in any order); that device adds, writes the sum to all
-others and the number again. Shares of the next N rows are sent before the sums of these are awaited. Odd and even turns have
-places of their own, which is enough as in `exchange`: whoever sends shares of a turn has had all sums of the last but one.
+A CTA takes N rows a turn, of which every device adds up one. It writes its share of each to the device that adds it up,
+and then the turn's number (after a fence, as what is written may come in any order); that device adds, writes the sum to all
+others and the number again. So that links are never idle, shares are sent a turn before they are added up, and sums awaited
+a turn after they were sent. PLACES turns have places of their own, which is enough: whoever sends shares has had the sums of
+three turns before, so that the shares of that turn have been read; and whoever sends sums has had shares whose sender had
+read the sums of three turns before.
 """
 
 import functools
@@ -23,7 +25,7 @@ from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce import device_ops as mail
-from pallas_kernels.all_reduce.links import RELAY_ROW, RELAYS, relay_begins, relay_rows_begin
+from pallas_kernels.all_reduce.links import PLACES, RELAY_ROW, RELAYS, relay_begins, relay_rows_begin
 
 i32 = jnp.int32
 SHARES, SUMS = 0, 1  # what is sent
@@ -51,18 +53,9 @@ def relay_rows(share: Any, links: Any, add: Add, give: Give) -> None:
 
     def send_shares(turn: Any) -> None:
         for device in others:
-            value = _load(share, row_of(turn, device))
-            box.store(device, SHARES, first + turn, rank, value)
-        box.signal(others, SHARES, first + turn, rank)
+            box.store(device, SHARES, first + turn, rank, _load(share, row_of(turn, device)))
 
-    send_shares(i32(0))
-
-    @pl.loop(0, turns)
-    def _(turn: Any) -> None:
-        @pl.when(turn + 1 < turns)
-        def _() -> None:
-            send_shares(turn + 1)
-
+    def send_sum(turn: Any) -> jax.Array:
         row = row_of(turn, rank)
         own, added = _load(share, row).astype(jnp.float32), add(row)
         box.wait(others, SHARES, first + turn)
@@ -71,15 +64,34 @@ def relay_rows(share: Any, links: Any, add: Add, give: Give) -> None:
             sent = box.load(SHARES, first + turn, i32(sender), share).astype(jnp.float32)
             mine = (rank == sender).astype(jnp.float32)
             parts.append(own * mine + sent * (1 - mine))  # nobody sends to itself: that is zeros
-        total = functools.reduce(jnp.add, parts)
-        result = added(total)
+        result = added(functools.reduce(jnp.add, parts))
         for device in others:
             box.store(device, SUMS, first + turn, rank, result)
-        box.signal(others, SUMS, first + turn, rank)
-        give(row, result)
-        for device in others:
-            box.wait([device], SUMS, first + turn)
-            give(row_of(turn, device), box.load(SUMS, first + turn, device, share))
+        return result
+
+    send_shares(i32(0))
+    box.fence()
+    box.flag(others, SHARES, first, rank)
+
+    @pl.loop(0, turns + 1)
+    def _(turn: Any) -> None:
+        pl.when(turn + 1 < turns)(lambda: send_shares(turn + 1))
+
+        @pl.when(turn < turns)
+        def _() -> None:
+            result = send_sum(turn)
+            box.fence()
+            pl.when(turn + 1 < turns)(lambda: box.flag(others, SHARES, first + turn + 1, rank))
+            box.flag(others, SUMS, first + turn, rank)
+            give(row_of(turn, rank), result)
+
+        @pl.when(turn > 0)
+        def _() -> None:
+            @pl.loop(1, devices)
+            def _(n: Any) -> None:
+                device = lax.rem(rank + n, i32(devices))
+                box.wait([device], SUMS, first + turn - 1)
+                give(row_of(turn - 1, device), box.load(SUMS, first + turn - 1, device, share))
 
     box.end(first + turns)
 
@@ -165,8 +177,19 @@ class _Relay:
 
         return run(self._links, self._cta, turn, sender)
 
-    def signal(self, devices: list[Any], what: int, turn: Any, sender: Any) -> None:
-        """What this CTA has stored is there for `devices` to see."""
+    def fence(self) -> None:
+        """What this CTA has stored comes before the flags that follow."""
+
+        @plgpu.inline_mgpu()
+        def run(_: Any) -> None:
+            mgpu_utils.warpgroup_barrier()
+            with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
+                mgpu_utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
+
+        run()
+
+    def flag(self, devices: list[Any], what: int, turn: Any, sender: Any) -> None:
+        """What this CTA had stored before the last fence is there for `devices` to see. By the thread that fenced."""
         if not devices:
             return
 
@@ -174,12 +197,9 @@ class _Relay:
         def run(_: Any, links: Any, cta: Any, turn: Any, sender: Any, *given: Any) -> None:
             number = turn.registers.item()
             cta, turn, sender, *devices = (ops.as_operand(x) for x in (cta, turn, sender, *given))
-            mgpu_utils.warpgroup_barrier()
-            with mgpu_utils.single_thread(scope=mgpu_utils.ThreadSubset.WARPGROUP):
-                mgpu_utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
-                for device in devices:
-                    flag = self._flag(cta, what, turn, sender)
-                    mail.store(mail.pointer(mail.address(links, device), flag), [number])
+            for device in devices:
+                flag = self._flag(cta, what, turn, sender)
+                mail.store_once(mail.pointer(mail.address(links, device), flag), number)
 
         run(self._links, self._cta, turn, sender, *devices)
 
@@ -211,16 +231,18 @@ class _Relay:
         return mail.pointer(base, ops.muladd((cta, 4), (ops.constant(relay_begins(self._devices)), 1)))
 
     def _flag(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
-        count = self._devices
-        odd = arith.andi(turn, ops.constant(1))
-        number = ops.muladd((cta, 4 * count), (odd, 2 * count), (ops.constant(what), count), (sender, 1))
-        return ops.muladd((number, 4), (ops.constant(relay_begins(count) + 4 * RELAYS), 1))
+        flags = relay_begins(self._devices) + 4 * RELAYS
+        return ops.muladd((self._number(cta, what, turn, sender), 4), (ops.constant(flags), 1))
 
     def _place(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
-        count = self._devices
-        odd = arith.andi(turn, ops.constant(1))
-        number = ops.muladd((cta, 4 * count), (odd, 2 * count), (ops.constant(what), count), (sender, 1))
-        return ops.muladd((number, RELAY_ROW), (ops.constant(relay_rows_begin(count)), 1))
+        rows = relay_rows_begin(self._devices)
+        return ops.muladd((self._number(cta, what, turn, sender), RELAY_ROW), (ops.constant(rows), 1))
+
+    def _number(self, cta: Any, what: int, turn: Any, sender: Any) -> Any:
+        count, place = self._devices, arith.andi(turn, ops.constant(PLACES - 1))
+        return ops.muladd(
+            (cta, 2 * PLACES * count), (place, 2 * count), (ops.constant(what), count), (sender, 1)
+        )
 
 
 def _acquire(at: Any) -> Any:

@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import exchange
-from pallas_kernels.all_reduce.links import link_table
+from pallas_kernels.all_reduce.links import are_few, link_table
 from pallas_kernels.all_reduce.reference import added_norm_reference, all_reduce_reference
 from tests.kernels.all_reduce_cases import EPS, close, make_case
 
@@ -101,4 +101,12 @@ def test_links_say_whether_rows_are_awaited(devices, columns, monkeypatch):
 
 
 def test_rows_that_are_sent_as_they_are():
-    assert [all_reduce.most_rows(n) for n in (1, 2, 4, 8)] == [256, 256, 128, 64]
+    """As many as have places in a mailbox; of wide rows and many devices fewer."""
+    most = {
+        (devices, columns): max(n for n in range(600) if are_few(n, columns, devices))
+        for devices in (1, 2, 4, 8)
+        for columns in (512, 4096, 8192)
+    }
+    assert {devices: most[devices, 512] for devices in (1, 2, 4, 8)} == {1: 256, 2: 256, 4: 128, 8: 64}
+    assert [most[devices, 4096] for devices in (1, 2, 4, 8)] == [256, 192, 64, 27]
+    assert [most[devices, 8192] for devices in (1, 2, 4, 8)] == [256, 96, 32, 13]
