@@ -239,7 +239,9 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0, help="each case with so many drafts after it")
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument(
-        "--unlinked", action="store_true", help="all-reduces by NCCL, as over more than four GPUs"
+        "--unlinked",
+        action="store_true",
+        help="all-reduces by NCCL, as over other numbers of GPUs than two and four",
     )
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")

@@ -105,12 +105,14 @@ class TensorParallel:
         return self.linked(placed | {"layers": tuple(layers)})
 
     def linked(self, params: Params) -> Params:
-        """The parameters, with "links" between the devices where these are up to four GPUs that reach each other's memory.
+        """The parameters, with "links" between the devices where these are two or four GPUs that reach each other's memory.
 
-        Through them kernels of ours add up what the devices have of each token, see `pallas_kernels.all_reduce`. More than
-        four have not been tried.
+        Through them kernels of ours add up what the devices have of each token, see `pallas_kernels.all_reduce`. Other
+        numbers have not been tried.
         """
-        if not isinstance(self.mesh, Mesh) or not 1 < self.size <= all_reduce.TRIED:
+        if not isinstance(self.mesh, Mesh) or self.size not in all_reduce.TRIED:
+            return params
+        if self.size != self.mesh.shape["tensor"]:  # more axes: all of the mesh is not what adds up
             return params
         try:
             all_reduce.check_supported(jax.typeof(params["embed"]))

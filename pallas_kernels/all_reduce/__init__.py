@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.all_reduce.links import MOST_COLUMNS, in_passing, links_of
 from pallas_kernels.norms import rms_norm
 
-TRIED = 4  # devices: the most that these have run on
+TRIED = (2, 4)  # numbers of devices on which these have run
 PADDED = 1024  # columns that are no multiple of EVEN are padded to one of this
 EVEN = 256  # two for each thread
 
@@ -67,7 +67,8 @@ def added_norm(
 ) -> tuple[Float[Array, "T columns"], Float[Array, "T columns"]]:
     """(x and the sum of all devices' `share`, the RMS norm of that): see `all_reduce` and `norms.rms_norm`.
 
-    x is the same on all devices. The sum is rounded once, when x has been added.
+    x is the same on all devices. The sum is rounded once, when x has been added; of columns that are no multiple of EVEN
+    before that as well.
     """
     from pallas_kernels.all_reduce.mosaic_gpu import added_norm_mosaic_gpu
 

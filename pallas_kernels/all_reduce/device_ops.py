@@ -60,7 +60,7 @@ def load(at: Any, words: int) -> tuple[Any, ...]:
 
 
 def store(at: Any, words: Sequence[Any]) -> None:
-    """1, 2 or 4 i32s; of 4 each half comes as one."""
+    """1, 2 or 4 i32s; of 4 each half comes as one: the hardware does it, PTX promises nothing."""
     shape, names = _operands(len(words), 1)
     mgpu_utils.inline_ptx(
         f"st.relaxed.sys.global{shape}.u32 [$0], {names};", at, *words, has_side_effects=True

@@ -16,15 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.support import check_device
 
-ROWS = 512  # of all senders together, so that a mailbox is 32 MiB
+ROWS = 512  # of all senders together, so that this part of a mailbox is 32 MiB
 MOST_COLUMNS = 8192
 ROW = 4 * MOST_COLUMNS  # bytes: of each element of 2 bytes, and half of a turn's number
 TURNS = 4 * ROWS  # bytes
-AS_THEY_ARE = (
-    3 << 18
-)  # elements that a device sends: 4 bytes of each, and with more of them half of that in two turns is less
+# Elements that a device sends, 4 bytes of each: from so many on a relay is faster, which sends an N-th of that, twice.
+AS_THEY_ARE = 3 << 18
 RELAYS = 256  # CTAs that relay rows
-PLACES = 4  # turns of a relay that have places of their own
+PLACES = 4  # turns of a relay that have places of their own: at least three, and a power of two
 RELAY_ROW = 2 * MOST_COLUMNS  # bytes
 WAITS = -1  # a mask
 
@@ -36,7 +35,7 @@ def most_rows(devices: int) -> int:
 
 def are_few(rows: int, columns: int, devices: int) -> bool:
     """Whether rows are better sent as they are than relayed."""
-    return rows <= most_rows(devices) and rows * columns * (devices - 1) <= AS_THEY_ARE
+    return rows <= most_rows(devices) and rows * columns * (devices - 1) < AS_THEY_ARE
 
 
 def relay_begins(devices: int) -> int:
@@ -88,7 +87,7 @@ def in_passing(links: jax.Array) -> jax.Array:
     ours one at a time: while it does so for a GPU that waits for another, the other starts none, so both may wait for good.
 
     All that ran before must have ended on all GPUs: who does not wait overwrites what others have not read yet, which then
-    wait for it for good.
+    add up something else or wait for good.
     """
     table = np.array(links)
     table[:, 0, 1] = 0

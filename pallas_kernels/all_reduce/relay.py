@@ -42,7 +42,9 @@ def relay_rows(share: Any, links: Any, add: Add, give: Give) -> None:
     """This CTA's part of the sums over all devices' `share` [T, columns]."""
     devices, rows = links.shape[0] - 1, share.shape[0]
     box = _Relay(links, devices, lax.axis_index("cta"))
-    turns = pl.cdiv(pl.cdiv(rows, devices), RELAYS)
+    # A group of rows for each device is a turn of one CTA: the last ones may have one less.
+    groups = pl.cdiv(rows, devices)
+    turns = lax.div(groups - lax.axis_index("cta") + (RELAYS - 1), i32(RELAYS))
     first, rank = box.turn(), box.rank()
 
     def row_of(turn: Any, device: Any) -> Any:
@@ -62,8 +64,7 @@ def relay_rows(share: Any, links: Any, add: Add, give: Give) -> None:
         parts = []
         for sender in range(devices):
             sent = box.load(SHARES, first + turn, i32(sender), share).astype(jnp.float32)
-            mine = (rank == sender).astype(jnp.float32)
-            parts.append(own * mine + sent * (1 - mine))  # nobody sends to itself: that is zeros
+            parts.append(lax.select(jnp.broadcast_to(rank == sender, own.shape), own, sent))
         result = added(functools.reduce(jnp.add, parts))
         for device in others:
             box.store(device, SUMS, first + turn, rank, result)

@@ -118,6 +118,11 @@ def check_linked() -> None:
             for given in (tp.in_passing(params), {name: x for name, x in params.items() if name != "links"})
         )
         assert "links" in params
+        other = jax.make_mesh(
+            (2, 1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2]
+        )
+        tp = TensorParallel.of(config, ragged_plan(config, 4), 1, mesh=other)
+        assert "links" not in tp.place(random_params(config, 0))  # "data" adds nothing up
         np.testing.assert_allclose(with_links, without, atol=1e-5)
 
 

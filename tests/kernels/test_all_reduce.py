@@ -108,5 +108,5 @@ def test_rows_that_are_sent_as_they_are():
         for columns in (512, 4096, 8192)
     }
     assert {devices: most[devices, 512] for devices in (1, 2, 4, 8)} == {1: 256, 2: 256, 4: 128, 8: 64}
-    assert [most[devices, 4096] for devices in (1, 2, 4, 8)] == [256, 192, 64, 27]
-    assert [most[devices, 8192] for devices in (1, 2, 4, 8)] == [256, 96, 32, 13]
+    assert [most[devices, 4096] for devices in (1, 2, 4, 8)] == [256, 191, 63, 27]
+    assert [most[devices, 8192] for devices in (1, 2, 4, 8)] == [256, 95, 31, 13]
