@@ -1,6 +1,6 @@
 """Time of a whole step with a chunk of a prompt against the FLOPs it must do: a model's shape, random weights.
 
-  python -m benchmarks.prefill_step                       five cases on one Hopper GPU
+  python -m benchmarks.prefill_step                       eight cases on one Hopper GPU, the last ones of packed chunks
   python -m benchmarks.prefill_step --cases 0 --profile   where the time of the first goes, by kernel
   python -m benchmarks.prefill_step --fp8 dynamic         each case with FP8 weights after it: `times as fast`
 
@@ -27,14 +27,18 @@ from benchmarks.gpu_timing import kernels_of
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
+from tangram_jax.packed import Packed
 from tangram_jax.step import Chunk, Decode, compiler_options, step
 
-CASES = (  # tokens of the chunk, of its row before, requests that decode beside it
-    (8192, 0, 0),
-    (8192, 24_576, 0),
-    (2048, 0, 0),
-    (2048, 8192, 32),
-    (512, 8192, 32),
+CASES = (  # tokens of the chunk, of its row before, requests that decode beside it, rows that share the chunk
+    (8192, 0, 0, 1),
+    (8192, 24_576, 0, 1),
+    (2048, 0, 0, 1),
+    (2048, 8192, 32, 1),
+    (512, 8192, 32, 1),
+    (512, 0, 29, 4),
+    (128, 8192, 29, 4),
+    (128, 65_536, 29, 4),
 )
 DECODING = 8192  # tokens of each request that decodes
 
@@ -46,13 +50,16 @@ def matrix_roof(size: int = 8192) -> float:
     return 2e6 * size**3 / min(max(times.values(), key=sum))
 
 
-def step_flops(config: ModelConfig, plan: tj.CachePlan, chunk: int, history: int, decoding: int) -> float:
+def step_flops(
+    config: ModelConfig, plan: tj.CachePlan, chunk: int, history: int, decoding: int, rows: int = 1
+) -> float:
     """Of the layers: every product's, and attention's over what each token sees."""
     weights = sum(columns * depth for columns, depth in _matrices(config))
     window, all_heads = config.sliding_window or 0, config.num_heads
-    at = np.arange(history, history + chunk) + 1.0
-    in_windows = np.minimum(at, window).sum() + decoding * min(DECODING, window)
-    own = chunk * (chunk + 1) / 2
+    each = chunk // rows
+    at = np.arange(history, history + each) + 1.0
+    in_windows = rows * np.minimum(at, window).sum() + decoding * min(DECODING, window)
+    own = rows * each * (each + 1) / 2
     kept = chunk * plan.entries(history) + decoding * plan.entries(DECODING)
     # Of a query and a key, of all query heads.
     pairs = len(config.sliding_layers) * all_heads * in_windows
@@ -68,36 +75,43 @@ def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
     return [*held, (2 * inner, hidden), (hidden, inner)]
 
 
-def measure(params: Any, config: ModelConfig, case: tuple[int, int, int], roof: float, args: Any) -> dict:
-    chunk, history, decoding = case
+def measure(
+    params: Any, config: ModelConfig, case: tuple[int, int, int, int], roof: float, args: Any
+) -> dict:
+    chunk, history, decoding, rows = case
+    each = chunk // rows
     plan = tj.CachePlan.build(ragged(config, 0.25), 4, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
-    most = max(chunk + history, DECODING + 64)
-    num_pages = plan.pages(chunk + history, 0) + decoding * plan.pages(DECODING, 64) + 1000
+    most = max(each + history, DECODING + 64)
+    num_pages = rows * plan.pages(each + history, 0) + decoding * plan.pages(DECODING, 64) + 1000
     cache = tj.init_cache(
         plan,
         config,
         num_pages=num_pages,
-        max_requests=decoding + 1,
+        max_requests=decoding + rows,
         max_tokens=most,
         max_tail=64,
         dtype=jnp.bfloat16,
     )
     for row in range(decoding):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(DECODING), np.int32(64))
-    cache = tj.reserve(plan, cache, np.int32(decoding), np.int32(chunk + history), np.int32(0))
-    held = jnp.asarray([DECODING] * decoding + [history], jnp.int32)
+    for row in range(decoding, decoding + rows):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(each + history), np.int32(0))
+    held = jnp.asarray([DECODING] * decoding + [history] * rows, jnp.int32)
     scorer = tj.get_scorer("expected_attention")
 
     @partial(jax.jit, donate_argnums=1)
     def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
         cache = replace(cache, tokens=held, tail=jnp.zeros_like(held))  # as it was before the last one
         prompt = (jnp.arange(chunk) * 37 + first[0]) % config.vocab_size
-        part = Chunk(jnp.int32(decoding), prompt.astype(jnp.int32), jnp.int32(chunk))
+        part: Any = Chunk(jnp.int32(decoding), prompt.astype(jnp.int32), jnp.int32(chunk))
+        if rows > 1:
+            numbers = decoding + jnp.arange(rows, dtype=jnp.int32)
+            part = Packed(numbers, part.tokens, jnp.full(rows, each, jnp.int32))
         rest = Decode(jnp.arange(decoding), first[:decoding]) if decoding else None
         logits, cache = step(params, config, plan, scorer, cache, part, rest)
         return jnp.argmax(logits, -1).astype(jnp.int32), cache
 
-    chosen = jnp.arange(decoding + 1, dtype=jnp.int32)
+    chosen = jnp.arange(decoding + rows, dtype=jnp.int32)
     began = time.perf_counter()
     program = steps.lower(params, cache, chosen).compile(compiler_options())
     compiled = time.perf_counter() - began
@@ -111,11 +125,12 @@ def measure(params: Any, config: ModelConfig, case: tuple[int, int, int], roof: 
         sustained = round(run(8) * 1e3, 2)
     if args.profile:
         print_profile(program, params, state[1], state[0])
-    flops = step_flops(config, plan, chunk, history, decoding)
+    flops = step_flops(config, plan, *case)
     return {
         "chunk": chunk,
         "history": history,
         "decoding": decoding,
+        "rows": rows,
         "weights": "fp8" if config.weights_fp8 else "bfloat16",
         "ms": round(took * 1e3, 2),
         "sustained_ms": sustained,

@@ -95,7 +95,7 @@ def make_buckets(
     Batches beyond 16 are twice apart: a GPU takes 8% longer for products with 64 tokens than with 32, but only 3% longer for
     a step of 16 tokens than of 4.
 
-    `places`: chunks that a step may have. Each has attention, scores and writes of its own: four take twice as long to
+    `places`: chunks that a step may have. Each has scores and writes of its own: four take twice as long to
     compile as one, and on a CPU a minute to load again (on a GPU two seconds). `drafts`: of a decode slot, where at most
     `drafting` sequences decode.
     """

@@ -13,6 +13,7 @@ from serve.limits import Limits
 from serve.rows import Rows
 from serve.sequence import ChunkWork, Sequence
 from serve.sessions import ReachBack, StoredSession
+from tangram_jax.packed import packed_slots
 from tangram_jax.plan import CachePlan
 
 
@@ -64,12 +65,12 @@ class Chunks:
         limits = self._limits
         if not limits.packed_chunks or decoding > limits.decode_beside_packed or first.needs_prompt_logprobs:
             return []
-        most, totals, group = limits.packed_chunks[-1], [self._tokens(first)], []
+        most, totals, group = limits.packed_chunks[-1], [packed_slots(self._tokens(first))], []
         for sequence in others:
             if len(totals) == limits.packed_places:
                 break
             # One that is too long for this step is the first of the next: it loses nothing.
-            total = totals[-1] + self._tokens(sequence)
+            total = totals[-1] + packed_slots(self._tokens(sequence))
             if total <= most and not sequence.needs_prompt_logprobs:
                 totals.append(total)
                 group.append(sequence)

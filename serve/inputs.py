@@ -7,7 +7,7 @@ import numpy as np
 
 from serve.buckets import Buckets, pad
 from serve.sequence import ChunkWork, Sequence, Work
-from tangram_jax.packed import Packed
+from tangram_jax.packed import Packed, packed_slots
 from tangram_jax.step import Chunk
 
 
@@ -43,7 +43,7 @@ def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
     following = slots = drafts = None
     places = len(work.chunks)
     if len(work.chunks) > 1:
-        size, places, slots = buckets.packed(sum(len(c.tokens) for c in work.chunks))
+        size, places, slots = buckets.packed(sum(packed_slots(len(c.tokens)) for c in work.chunks))
         chunk = _packed(work.chunks, size, places, num_rows)
     elif work.chunks:
         (only,) = work.chunks
@@ -81,7 +81,6 @@ def _row(sequence: Sequence) -> int:
 
 
 def _packed(chunks: list[ChunkWork], size: int, places: int, num_rows: int) -> Packed:
-    rows, counts = np.full(places, num_rows, np.int32), np.zeros(places, np.int32)
-    rows[: len(chunks)] = [_row(c.sequence) for c in chunks]
-    counts[: len(chunks)] = [len(c.tokens) for c in chunks]
-    return Packed(rows, pad(np.concatenate([c.tokens for c in chunks]), size), counts)
+    empty = places - len(chunks)
+    rows, nothing = [_row(c.sequence) for c in chunks], np.zeros(0, np.int32)
+    return Packed.of(rows + [num_rows] * empty, [c.tokens for c in chunks] + [nothing] * empty, size)

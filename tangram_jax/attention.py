@@ -195,6 +195,24 @@ class ChunkAttention:
         if gpu_attention.chunk_supported(q_shape, dtype, pages.pool, logits.soft_cap):
             self._on_gpu = gpu_attention.ChunkAttention(q_shape, dtype, pages, logits)
 
+    @staticmethod
+    def of_several(
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pages: StepPages,
+        logits: AttentionLogits,
+        chunks: tuple[jax.Array, jax.Array],
+    ) -> gpu_attention.ChunkAttention | None:
+        """Of chunks of several rows in one call, each over its own; None where nothing takes them.
+
+        q_shape (T, K, G, D); `pages` of their rows; `chunks`: where they begin among T, multiples of ALIGN, and how many
+        tokens they have, i32[S] each. Rows of no chunk are not written.
+        """
+        on_gpu = gpu_attention.ChunkAttention
+        if jax.default_backend() != "gpu" or not on_gpu.takes_several(q_shape, dtype, pages.pool):
+            return None
+        return on_gpu(q_shape, dtype, pages, logits, chunks)
+
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `chunk_attention`."""
         if self._on_gpu:

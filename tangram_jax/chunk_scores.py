@@ -35,9 +35,19 @@ class ChunkScores:
     """Collects the scores of one chunk's candidates from all layers of one step."""
 
     def __init__(
-        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, what: Candidates, tail_kv: jax.Array
+        self,
+        plan: CachePlan,
+        config: ModelConfig,
+        scorer: Scorer,
+        what: Candidates,
+        tail_kv: jax.Array,
+        start: jax.Array | None = None,
     ) -> None:
-        """`tail_kv` [2, M, Hp, W, D], the previous tail, right-aligned, of `compress.read_tail`."""
+        """`tail_kv` [2, M, Hp, W, D], the previous tail, right-aligned, of `compress.read_tail`.
+
+        `start` i32[]: where the chunk's rows begin among those of several; None: it has all of them.
+        """
+        self._start = start
         self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
         self._to_logits = AttentionLogits.of(config)
         self._place = np.stack([plan.group_of, plan.column_of], axis=-1)
@@ -52,15 +62,17 @@ class ChunkScores:
     def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
         """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
         try:
-            if _by_sums(self._scorer):
-                self._sums.append(self._window_sums(self._scorer, layer, q, k, lse))
-                return
-            if _by_logits(self._scorer):
+            if _by_logits(self._scorer):  # of all rows there are: those of other chunks are left out
                 self._logits.append(self._gaussian_logits(self._scorer, layer, q, k, v))
+                return
+            if _by_sums(self._scorer):
+                own_q, own_k, own_lse = map(self._own, (q, k, lse))
+                self._sums.append(self._window_sums(self._scorer, layer, own_q, own_k, own_lse))
                 return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu" and not layer:
                 log.warning("Scores are taken by XLA operations, several times slower: %s", reason)
+        q, k, v, lse = map(self._own, (q, k, v, lse))
         group, column = self._plan.group_of[layer], self._plan.column_of[layer]
         tail = self._tail[:, group, column]  # [2, K, W, D]
         keys, values = (
@@ -91,11 +103,26 @@ class ChunkScores:
             sums = jnp.stack(self._sums).reshape(flat)
             scores = self._scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
         elif _by_logits(self._scorer):
-            logits, squares = (jnp.stack(x) for x in zip(*self._logits, strict=True))
+            logits, squares = (self._own_last(jnp.stack(x)) for x in zip(*self._logits, strict=True))
             by_head = logits.reshape(-1, self._config.group_size, shape[-1])  # [L * K, G, C]
             norms = jnp.sqrt(squares).reshape(flat)
             scores = self._scorer.from_logits(by_head, norms, valid.reshape(flat), self._what.positions)
         return by_group(self._plan, scores.reshape(shape))
+
+    def _own(self, rows: jax.Array) -> jax.Array:
+        """[T, ...] -> the chunk's own first, then zeros: so that nothing of others gets into them."""
+        if self._start is None:
+            return rows
+        at = np.arange(len(rows))
+        mine = jnp.where(at < self._what.valid_tokens, self._start + at, len(rows))
+        return rows.at[mine].get(mode="fill", fill_value=0)
+
+    def _own_last(self, x: jax.Array) -> jax.Array:
+        """[..., W + T] of the tail and of all rows -> with the chunk's own first after the tail."""
+        if self._start is None:
+            return x
+        tail, at = self._tail.shape[3], np.arange(x.shape[-1])
+        return x.at[..., jnp.where(at < tail, at, at + self._start)].get(mode="clip")
 
     def _window_sums(
         self, scorer: WindowScorer, layer: int, q: jax.Array, k: jax.Array, lse: jax.Array
@@ -119,7 +146,11 @@ class ChunkScores:
         """(f32[N, C], f32[K, C]): logits, and squared norms of the values, by the kernels. Raises NotImplementedError."""
         if self._turns is None:
             positions = self._what.positions[-q.shape[0] :]
-            self._turns = scorer.turns(positions, self._what.valid_tokens, rope_frequencies(self._config))
+            turns, count = scorer.turns(positions, self._what.valid_tokens, rope_frequencies(self._config))
+            if self._start is not None:  # rows of zeros follow the chunk's
+                at = np.arange(len(turns)) - self._start
+                turns = turns.at[jnp.where(at < 0, len(turns), at)].get(mode="fill", fill_value=0)
+            self._turns = turns, count
         logits, squares = gaussian.gaussian_logits(
             q, *self._turns, k, v, self._tail,
             place=self._place,

@@ -150,12 +150,13 @@ def write(
     tail_kv: jax.Array,
     keys: Sequence[jax.Array],
     values: Sequence[jax.Array],
+    start: jax.Array | None = None,
 ) -> Cache:
     """Write the first candidates of `order` and the trailing window into the row's pages, and set its counts.
 
     `order` i32[M, Hp, C] from `select`, `tail_kv` [2, M, Hp, tail capacity, D] from `read_tail`, `keys` and `values` of
-    each layer [T, K, D]. Entries beyond what the pages hold are never written: the plan's law gives the count, the
-    reservation the pages.
+    each layer [T, K, D], in which the chunk begins at `start` i32[] (None: 0). Entries beyond what the pages hold are never
+    written: the plan's law gives the count, the reservation the pages.
     """
     size, layout = plan.page_size, cache.layout
     row, slots = what.row, what.positions.shape[0]
@@ -172,6 +173,9 @@ def write(
         best = jnp.take_along_axis(order, jnp.clip(j, 0, slots - 1)[:, None], axis=2)
         source = jnp.where((j < adds[:, None])[:, None], best, jnp.clip(newest, 0, slots - 1)[:, None])
         # The first page begins with locked entries: those stay.
+        if start is not None:  # the last ones may go beyond the chunk's, where nothing is written
+            tail_slots = tail_kv.shape[3]
+            source = jnp.where(source < tail_slots, source, jnp.minimum(source + start, slots - 1))
         source = jnp.where((j < 0)[:, None], -1, source)
 
         groups = slice(0, plan.num_groups)
@@ -193,16 +197,26 @@ def write(
 
 
 def write_rings(
-    plan: CachePlan, cache: Cache, chunk: RingChunk, keys: Sequence[jax.Array], values: Sequence[jax.Array]
+    plan: CachePlan,
+    cache: Cache,
+    chunk: RingChunk,
+    keys: Sequence[jax.Array],
+    values: Sequence[jax.Array],
+    start: jax.Array | None = None,
 ) -> Cache:
-    """Write the end of a chunk into the row's rings; `keys` and `values` of each sliding-window layer [T, K, D]."""
+    """Write the end of a chunk into the row's rings; `keys` and `values` of each sliding-window layer [T, K, D].
+
+    Of these the chunk's begin at `start` i32[].
+    """
     assert plan.rings
     heads, size = plan.rings.head_at, keys[0].shape[0]
     with jax.named_scope("write_rings"):
         pages, rows = chunk_pages(plan.rings, chunk, size)
         # All candidates lie in the chunk: the tail that the kernel knows is one row that nobody asks for.
         tail = jnp.zeros((2, *heads.shape, 1, keys[0].shape[-1]), keys[0].dtype)
-        source = jnp.broadcast_to(jnp.where(rows < 0, -1, rows + 1), (*heads.shape, len(rows)))
+        first = 1 if start is None else 1 + start
+        source = jnp.where(rows < 0, -1, jnp.minimum(rows + first, size))
+        source = jnp.broadcast_to(source, (*heads.shape, len(rows)))
         run = kernel_or(keep.write_pages, keep.write_pages_reference, "Writing rings")
         pool = run(cache.pool, keys, values, tail, source=source, pages=pages, heads=heads, chunk=size)
     return replace(cache, pool=pool)

@@ -81,15 +81,25 @@ class ChunkAttention:
     """Our kernel, its work planned once for all layers; the composition where it does not apply."""
 
     def __init__(
-        self, q_shape: tuple[int, ...], dtype: Any, pages: StepPages, logits: AttentionLogits
+        self,
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        pages: StepPages,
+        logits: AttentionLogits,
+        chunks: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
-        """q_shape (T, K, G, D), of what `chunk_supported` says yes to."""
+        """q_shape (T, K, G, D), of what `chunk_supported` says yes to.
+
+        `chunks`: where those of several rows begin, multiples of ALIGN, and how many tokens they have, i32[S] each, of what
+        `takes_several` says yes to; None: one of T tokens.
+        """
         self._pages, self._logits, self._plan = pages, logits, None
         pool, lengths = pages.pool, pages.lengths
         if reason := _why_no_kernel(q_shape, dtype, pool):
             log.warning("Chunk attention gathers its history for cuDNN: %s", reason)
             return
         table, rows, first, column = pages.table, pages.rows, pages.first, pages.column
+        starts, sizes = chunks or (None, None)
         self._in_bytes = byte_pages.is_bytes(pool.dtype)
         if self._in_bytes:  # each layer's pages are unpacked, side by side
             layers, heads = first.shape
@@ -105,7 +115,14 @@ class ChunkAttention:
             page_size=byte_pages.page_size(pool),
             num_layers=lengths.shape[1],
             rows=rows,
+            starts=starts,
+            sizes=sizes,
         )
+
+    @staticmethod
+    def takes_several(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
+        """Whether one call takes chunks of several rows: of 8-bit pages each row's are unpacked by themselves."""
+        return not byte_pages.is_bytes(pool.dtype) and _why_no_kernel(q_shape, dtype, pool) is None
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.chunk_attention`."""
@@ -150,7 +167,7 @@ class WindowAttention:
             return
         none = np.zeros(q_shape[1], np.int32)
         self._plan = chunk_prefill.plan_chunk(
-            jnp.asarray(none)[None],
+            none[None],
             jnp.zeros((1, 1), jnp.int32),
             none,
             none,

@@ -17,7 +17,7 @@ from pallas_kernels import fp8_products
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
-from tangram_jax.packed import Packed, PackedLayers, Places
+from tangram_jax.packed import Packed, PackedLayers, Places, starts_of
 from tangram_jax.plan import CachePlan
 from tangram_jax.row_numbers import whole
 from tangram_jax.scorers import Scorer
@@ -241,7 +241,7 @@ def _placed(chunk: Chunk | Packed, plan: CachePlan, cache: Cache) -> Chunk | Pac
             + ("[S] twice" if packed else "a number twice")
         )
     rows, counts = jnp.atleast_1d(rows), jnp.maximum(jnp.atleast_1d(counts), 0)
-    counts = jnp.clip(len(tokens) - (jnp.cumsum(counts) - counts), 0, counts)
+    counts = jnp.clip(len(tokens) - starts_of(counts), 0, counts)
     of = cache.row(rows)
     after = of.tokens + of.tail + counts, jnp.zeros_like(of.tail)
     rows = with_pages(plan, cache, rows, (of.tokens, of.tail), after)

@@ -4,6 +4,7 @@ A chunk and the decode tokens have one object each, made once for all layers of 
 writes come at the end of the step (`ChunkLayers.write`, `TokenLayers.append`).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,12 @@ class Layers:
             cache.pool, cache.table, rows, lengths[:, plan.group_of], first, plan.column_of, most
         )
 
+    def row_pages(self, rows: jax.Array) -> StepPages:
+        """Of all that `rows` i32[S] have; of numbers of no row anything."""
+        _, tokens, tail, budgets = self._cache.row(rows)
+        lengths = self._plan.lengths(tokens, budgets) + tail[:, None]
+        return self._pages(jnp.minimum(rows, self._cache.num_rows - 1), lengths)
+
     def _by_kind(self, layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(of the compressed layers, of those with a window), each in order."""
         config = self._config
@@ -71,25 +78,25 @@ class ChunkLayers(Layers):
     """The layers of a chunk."""
 
     def __init__(
-        self, plan: CachePlan, config: ModelConfig, scorer: Scorer, cache: Cache, chunk: Chunk, dtype: Any
+        self,
+        plan: CachePlan,
+        config: ModelConfig,
+        scorer: Scorer,
+        cache: Cache,
+        chunk: Chunk,
+        dtype: Any,
+        start: jax.Array | None = None,
     ) -> None:
-        """`dtype` of the activations."""
+        """`dtype` of the activations; `start` i32[]: where the chunk begins in what `take` gets, if that is of several."""
         super().__init__(plan, config, cache)
-        row, self._size = jnp.asarray(chunk.row), chunk.tokens.shape[0]
-        shape = (self._size, *self._heads)
+        row, self._size, self._start = jnp.asarray(chunk.row), chunk.tokens.shape[0], start
+        self._shape, self._dtype = (self._size, *self._heads), dtype
         self._what = candidates(plan, cache, row, self._size, chunk.valid)
         self._tail = read_tail(plan, cache, row, dtype)
-        self._scores = ChunkScores(plan, config, scorer, self._what, self._tail)
-        numbers, tokens, tail, budgets = cache.row(row)
-        lengths = plan.lengths(tokens, budgets) + tail
-        pages = self._pages(jnp.minimum(row, cache.num_rows - 1)[None], lengths[None])
-        self._attention = ChunkAttention(shape, dtype, pages, self._logits)
+        self._scores = ChunkScores(plan, config, scorer, self._what, self._tail, start)
         if rings := plan.rings:
-            numbers = row_rings(rings, numbers, cache.layout)
+            numbers = row_rings(rings, cache.row(row).pages, cache.layout)
             self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
-            self._window_attention = WindowAttention(
-                shape, dtype, rings.window, self._rings.before, cache.pool, self._logits
-            )
         self._layers: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each
 
     @property
@@ -102,18 +109,40 @@ class ChunkLayers(Layers):
     ) -> jax.Array:
         """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` [K, G]: see `models.sinks`."""
         k, v = self._finite(k), self._finite(v)
-        self._layers.append((k, v))
-        number = self._window_number(layer)
-        if number is not None:
-            assert self._plan.rings is not None
-            keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
-            return with_sinks(*self._window_attention(q, keys, values), sinks)[0]
-        number = self._config.full_layers.index(layer)
-        out, lse = with_sinks(*self._attention(number, q, k, v), sinks)
-        with jax.named_scope("score"):
-            flat = q.reshape(self._size, self._config.num_heads, -1)
-            self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
+        out, lse = with_sinks(*self.attend(layer, q, k, v), sinks)
+        self.take(layer, q, k, v, lse)
         return out
+
+    def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the chunk alone, without sinks: (out [T, K, G, D], natural log-sum-exp f32[T, K, G])."""
+        number = self._window_number(layer)
+        if number is None:
+            return self._attention(self._config.full_layers.index(layer), q, k, v)
+        assert self._plan.rings is not None
+        keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
+        return self._window_attention(q, keys, values)
+
+    def take(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
+        """What of a layer is to be scored and written, f32[T, K, G] `lse` over all that q saw."""
+        self._layers.append((k, v))
+        if self._window_number(layer) is None:
+            with jax.named_scope("score"):
+                flat = q.reshape(self._size, self._config.num_heads, -1)
+                number = self._config.full_layers.index(layer)
+                self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
+
+    # Made where they are used: several chunks may have one for all.
+
+    @functools.cached_property
+    def _attention(self) -> ChunkAttention:
+        pages = self.row_pages(self._what.row[None])
+        return ChunkAttention(self._shape, self._dtype, pages, self._logits)
+
+    @functools.cached_property
+    def _window_attention(self) -> WindowAttention:
+        assert self._plan.rings is not None
+        window, before = self._plan.rings.window, self._rings.before
+        return WindowAttention(self._shape, self._dtype, window, before, self._cache.pool, self._logits)
 
     def write(self, cache: Cache, kept: tuple[jax.Array, Sequence[tuple[jax.Array, jax.Array]]]) -> Cache:
         """What the chunk leaves, from `kept`."""
@@ -122,11 +151,11 @@ class ChunkLayers(Layers):
         with jax.named_scope("keep"):
             order = select(self._plan, cache, self._what, self._scores.result())
             keys, values = [k for k, _ in full], [v for _, v in full]
-            cache = write(self._plan, cache, self._what, order, tail, keys, values)
+            cache = write(self._plan, cache, self._what, order, tail, keys, values, self._start)
         # After the others: they take the tail, which was read from the pool, and no write may come before that read.
         if sliding:
             keys, values = [k for k, _ in sliding], [v for _, v in sliding]
-            cache = write_rings(self._plan, cache, self._rings, keys, values)
+            cache = write_rings(self._plan, cache, self._rings, keys, values, self._start)
         return cache
 
 

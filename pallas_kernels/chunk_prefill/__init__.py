@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from pallas_kernels import byte_pages
-from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
+from pallas_kernels.chunk_prefill.columns import ALIGN
+from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
 from pallas_kernels.chunk_prefill.tuning import DEFAULT, TUNING, Tuning, tuning_for
@@ -82,7 +83,7 @@ def check_supported(
 
 
 def plan_chunk(
-    lengths: jax.Array,
+    lengths: jax.Array | np.ndarray,
     table: jax.Array,
     first: jax.Array | np.ndarray,
     column: jax.Array | np.ndarray,

@@ -33,9 +33,7 @@ class Config:
     page: int
     block: int
     num_ctas: int
-    tokens: int  # T
-    stride: int  # between the parts of a tile
-    pieces: int  # of all tiles of a block of queries, at most
+    pieces: int  # tiles that are pieces, at most
     merge_columns: int
     cuts: bool  # whether there are any
     scale: float
@@ -99,7 +97,7 @@ class Refs(NamedTuple):
     layer: Any  # i32[1]; within a warpgroup the number itself
     tiles: Any  # i32[L, n, TILE_COLUMNS]
     count: Any  # i32[L]
-    merges: Any  # i32[L, 1 + K, 3]
+    merges: Any  # i32[L, 1 + n, MERGE_COLUMNS]
     sync: Any  # i32[L, tiles, SYNC_COLUMNS]
     table: Any  # i32[B * R]
     q: Any  # [T, K * G, D]
@@ -148,6 +146,7 @@ class Tile(NamedTuple):
     part: Any
     pieces: Any
     at: Any
+    number: Any
 
     def block(self, cfg: Config, j: Any) -> tuple[Any, Any]:
         """Whether the tile's j-th block is history, and its first entry in the history or in the chunk."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill import columns as C
 from pallas_kernels.chunk_prefill.common import LINE, Config, Refs, Tile, i32, rounds_of, tile_of
 
 
@@ -44,7 +44,7 @@ def load(cfg: Config, refs: Refs) -> None:
         @pl.when(jnp.logical_not(history))
         def _() -> None:
             for u in range(cfg.boxes):
-                row = pl.multiple_of(tile.segment + entry + u * cfg.box, P.ALIGN)
+                row = pl.multiple_of(tile.segment + entry + u * cfg.box, C.ALIGN)
                 src = own.at[pl.ds(row, cfg.box), tile.head]
                 plgpu.copy_gmem_to_smem(src, smem.at[slot, pl.ds(u * cfg.box, cfg.box)], full.at[slot])
 

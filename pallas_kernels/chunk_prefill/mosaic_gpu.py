@@ -8,9 +8,10 @@ import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.chunk_prefill.columns import ALIGN
 from pallas_kernels.chunk_prefill.common import Config
 from pallas_kernels.chunk_prefill.kernel import kernel_body
-from pallas_kernels.chunk_prefill.plan import ALIGN, ChunkPlan
+from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.tuning import DEFAULT, ROWS, Tuning
 
 f32 = jnp.float32
@@ -51,7 +52,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
     rows = q.reshape(tokens, heads * group, head_dim)
     k, v = (jnp.pad(x, ((0, -len(x) % ALIGN), (0, 0), (0, 0))) for x in (k, v))
     num_ctas = min(tuning.ctas(), plan.tiles.shape[1])
-    columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.stride * heads, num_ctas)
+    columns = head_dim if interpret is not None else tuning.columns(head_dim, plan.sync.shape[1], num_ctas)
     config = Config(
         group=group,
         positions=plan.positions,
@@ -59,11 +60,9 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         page=plan.page_size,
         block=plan.block,
         num_ctas=num_ctas,
-        tokens=tokens,
-        stride=plan.stride,
-        pieces=plan.num_parts // plan.stride - heads,
+        pieces=plan.most_pieces,
         merge_columns=columns,
-        cuts=plan.num_parts > 0,
+        cuts=plan.most_pieces > 0,
         scale=scale,
         soft_cap=soft_cap,
         window=plan.window,
@@ -71,7 +70,7 @@ def _call(q, k, v, pool, plan, *, scale, soft_cap, tuning, interpret):
         tuning=tuning,
     )
 
-    num_parts = max(plan.num_parts, 1)
+    num_parts = plan.most_pieces + plan.sync.shape[1] if plan.most_pieces else 1
 
     def chunk_prefill(*refs):  # the name that profiles show
         kernel_body(config, pool.dtype, *refs)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill import columns as C
 from pallas_kernels.chunk_prefill.common import Config, Refs, Tile, f32, i32
 from pallas_kernels.chunk_prefill.tuning import ROWS
 from pallas_kernels.pieces import LOW, Sums, fold
@@ -29,38 +29,32 @@ def leave(cfg: Config, refs: Refs, wg: Any, tile: Tile, acc: Any, m: Any, norm: 
     put(refs.part_ml.at[tile.part, wg, 0], m)
     put(refs.part_ml.at[tile.part, wg, 1], norm)
     if not cfg.interpreted:  # there one CTA does everything, in order
-        number = tile.head * cfg.stride + lax.rem(tile.part, i32(cfg.stride))
-        device_ops.signal(refs.sync.at[refs.layer, number, wg])
+        device_ops.signal(refs.sync.at[refs.layer, tile.number, wg])
 
 
 def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
     """This CTA's share of putting cut tiles together; each warpgroup its own rows."""
     cta, width = lax.axis_index("cta"), cfg.merge_columns
-    tiles = refs.merges[refs.layer, 0, 0] * cfg.stride
+    tiles = refs.merges[refs.layer, 0, 0]
     slices = cfg.head_dim // width
     jobs = tiles * slices
 
     def one(n: Any, _: Any) -> Any:
         job = cta + n * cfg.num_ctas
         # All first columns, then all second ones ... The last ones of a tile clear its counters.
-        column, at = lax.div(job, tiles), lax.rem(job, tiles)
-        block = lax.rem(at, i32(cfg.stride))
-        row = 1 + lax.div(at, i32(cfg.stride))
-        head, first, pieces = (
-            refs.merges[refs.layer, row, c] for c in (P.MERGE_HEAD, P.MERGE_FIRST, P.MERGE_PIECES)
+        column, at = lax.div(job, tiles), 1 + lax.rem(job, tiles)
+        row, end, head, number, first, step, pieces = (
+            refs.merges[refs.layer, at, c] for c in range(C.MERGE_COLUMNS)
         )
-        number = head * cfg.stride + block
         come = refs.sync.at[refs.layer, number, wg]
         seen = refs.sync.at[refs.layer, number, cfg.tuning.warpgroups + wg]
         if not cfg.interpreted:
             device_ops.wait(come, pieces + 1)
             pl.when(column < slices - 1)(lambda: device_ops.signal(seen))
 
-        # PART of the tile and of its first piece.
-        own, first_piece = (x * cfg.stride + block for x in (cfg.pieces + head, first))
-        where = block * cfg.positions, i32(cfg.tokens), head
         part = column == 0, pl.multiple_of(column * width, width)
-        write(where, *_sums(cfg, refs, wg, own, first_piece, pieces + 1, column), part=part)
+        results = cfg.pieces + number, first, step
+        write((row, end, head), *_sums(cfg, refs, wg, results, pieces + 1, column), part=part)
         if not cfg.interpreted:
 
             @pl.when(column == slices - 1)
@@ -74,8 +68,12 @@ def merge(cfg: Config, refs: Refs, wg: Any, write: Callable) -> None:
     lax.fori_loop(0, lax.div(jnp.maximum(jobs - cta, 0) + (cfg.num_ctas - 1), i32(cfg.num_ctas)), one, ())
 
 
-def _sums(cfg: Config, refs: Refs, wg: Any, own: Any, first: Any, count: Any, column: Any) -> Sums:
-    """Some columns of a tile's sums, with those of its pieces, in a fixed order; several are read at a time."""
+def _sums(cfg: Config, refs: Refs, wg: Any, results: tuple[Any, Any, Any], count: Any, column: Any) -> Sums:
+    """Some columns of a tile's sums, with those of its pieces, in a fixed order; several are read at a time.
+
+    `results`: PART of the tile and of its first piece, and how far the others' are apart.
+    """
+    own, first, step = results
     shape, unroll = (ROWS, cfg.merge_columns), max(cfg.tuning.merge_elements // cfg.merge_columns, 1)
     columns = pl.ds(pl.multiple_of(column * shape[1], shape[1]), shape[1])
 
@@ -83,7 +81,7 @@ def _sums(cfg: Config, refs: Refs, wg: Any, own: Any, first: Any, count: Any, co
         return lax.broadcast_in_dim(x, shape, [0])
 
     def read(k: Any) -> Any:
-        at = jnp.where(k == 0, own, first + (k - 1) * cfg.stride)
+        at = jnp.where(k == 0, own, first + (k - 1) * step)
         part = plgpu.load(refs.part.at[at, wg, :, columns], layout=WGMMA, optimized=False)
         part_m = plgpu.load(refs.part_ml.at[at, wg, 0], layout=BY_ROW, optimized=False)
         part_norm = plgpu.load(refs.part_ml.at[at, wg, 1], layout=BY_ROW, optimized=False)

@@ -17,38 +17,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.chunk_prefill import cuts
+from pallas_kernels.chunk_prefill.columns import (
+    ALIGN,
+    AT,
+    CHUNK_FIRST,
+    CHUNK_FREE,
+    CHUNK_LAST,
+    COLUMN,
+    DIAGONAL,
+    END,
+    FREE,
+    HEAD,
+    HISTORY_FIRST,
+    LENGTH,
+    MASKED,
+    MERGE_COLUMNS,
+    NUMBER,
+    OFFSET,
+    PART,
+    PIECES,
+    ROW,
+    SEGMENT,
+    TILE_COLUMNS,
+    stack,
+)
+from pallas_kernels.chunk_prefill.cuts import Pieces, cut_histories, most_pieces
 from pallas_kernels.layered_plan import LayeredPlan
 
-# Columns of `ChunkPlan.tiles`: first query row, the row after its request's last, the first row of the request's own keys,
-# the head; of its history the entries, the place in the flat tables, the column in the page.
-ROW, END, SEGMENT, HEAD = range(4)
-LENGTH, OFFSET, COLUMN = range(4, 7)
-MASKED, FREE, DIAGONAL = range(7, 10)  # blocks with a mask, without one, and on the diagonal
-CHUNK_LAST, CHUNK_FIRST, CHUNK_FREE = range(10, 13)  # blocks of the chunk: last, first, first without a mask
-HISTORY_FIRST = 13  # the first block of the history without a mask
-# A tile's history may be cut into pieces, which other CTAs work on. PIECES: how many others there are, or -1 in a row that
-# is one of them; PART: where the tile or piece leaves its result. Modulo `stride` it is the number of the tile's block
-# of queries.
-PART, PIECES = 14, 15
-AT = 16  # own keys of the request that come before the tile's first query
-TILE_COLUMNS = 17
-# Columns of `ChunkPlan.merges`: a head whose history is cut, the PART of its first piece over `stride`, how many there are.
-# Row 0 holds the number of such heads, whose rows follow.
-MERGE_HEAD, MERGE_FIRST, MERGE_PIECES = range(3)
-# Pieces of all heads of a layer, each a tile for every block of queries: as many as make one tile for each CTA, but at
-# least so many.
-LEAST_PIECES = 16
-MIN_PIECE = 2  # blocks
-CUT_FROM = (
-    8  # blocks: where no head's history is longer, nothing is cut (a bound that was not measured by itself)
-)
-# Tiles for each CTA; with more of them whole tiles balance. Measured: a chunk of 512 at retention 0.25 takes 359 us for 622,
-# one of 1024 707 for 787; where nothing needs a cut, the kernel is 2% slower for being able to. The results of pieces and
-# cut tiles lie in device memory, in float32: 101 MB for 2048 tokens, 8 KV heads of two queries each, D = 256.
-CUT_BELOW = 2
 SYNC_COLUMNS = 8  # at least twice as many as computing warpgroups
-ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
-
 i32 = jnp.int32
 
 SORTED_BY_COUNTING = 4096  # up to so many tiles, comparing all pairs is faster than a sort
@@ -66,19 +63,18 @@ class ChunkPlan(LayeredPlan):
     sizes: jax.Array  # i32[B]
     behind: jax.Array  # i32[B]
     key_starts: jax.Array  # i32[B]
-    merges: jax.Array  # i32[L, 1 + K, 3]: the heads whose histories are cut
+    merges: jax.Array  # i32[L, 1 + n, MERGE_COLUMNS]: the tiles whose histories are cut
     sync: jax.Array  # i32[L, tiles, SYNC_COLUMNS], zero between kernels: they count results and readers there
     heads: jax.Array  # i32[L, B, K, 3]: length, offset, column; for the reference
     page_size: int = dataclasses.field(metadata={"static": True})
     positions: int = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(metadata={"static": True})
-    stride: int = dataclasses.field(metadata={"static": True})  # between a tile's parts: its head's tiles
-    num_parts: int = dataclasses.field(metadata={"static": True})  # results of pieces and cut tiles at most
+    most_pieces: int = dataclasses.field(metadata={"static": True})  # tiles that are pieces, at most
 
 
 def plan_chunk(
-    lengths: jax.Array,
+    lengths: jax.Array | np.ndarray,
     table: jax.Array,
     first: jax.Array | np.ndarray,
     column: jax.Array | np.ndarray,
@@ -99,7 +95,8 @@ def plan_chunk(
     """Divides the attention of a chunk, for all layers at once.
 
     Args:
-      lengths: i32[B, H] history entries of each KV head, H = L * K heads in (layer, head) order. 0 or less: none.
+      lengths: i32[B, H] history entries of each KV head, H = L * K heads in (layer, head) order. 0 or less: none. NumPy
+        where it is known that there is no history at all.
       table: i32[rows, R] flat rows of page numbers.
       first: i32[H] position of each head's pages in a table row.
       column: i32[H] column of each head within its pages.
@@ -130,8 +127,11 @@ def plan_chunk(
     column = by_layer(jnp.broadcast_to(jnp.asarray(column, i32)[None], lengths.shape))
     # Few enough tiles are cut into pieces.
     heads = all_heads // num_layers
-    cut = own.alone and own.blocks * heads <= CUT_BELOW * num_ctas
-    most = max(LEAST_PIECES, num_ctas // max(own.blocks, 1) - heads) if cut else 0
+    none = isinstance(lengths, np.ndarray) and not (lengths > 0).any()
+    cut = own.blocks * heads <= cuts.CUT_BELOW * num_ctas and not none
+    most = (
+        int(max((most_pieces(n, heads, num_ctas) for n in range(1, own.blocks + 1)), default=0)) if cut else 0
+    )
     tiles, count, merges = jax.vmap(lambda *x: _tiles(own, *x, block=block, num_ctas=num_ctas, most=most))(
         length, offset, column
     )
@@ -153,13 +153,12 @@ def plan_chunk(
         positions=positions,
         block=block,
         window=window,
-        stride=own.blocks,
-        num_parts=(most + heads) * own.blocks if cut else 0,
+        most_pieces=most,
     )
 
 
 def _tiles(
-    own: "_Own",
+    own: "Own",
     length: jax.Array,
     offset: jax.Array,
     column: jax.Array,
@@ -168,22 +167,23 @@ def _tiles(
     num_ctas: int,
     most: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(i32[n, TILE_COLUMNS], how many have any work, merges) of one layer, from i32[B, K] each; `most` pieces."""
+    """(i32[n, TILE_COLUMNS], how many have any work, merges) of one layer, from i32[B, K] each; `most` tiles are pieces."""
     heads = length.shape[1]
     blocks, request = own.blocks, own.request
 
     # Tiles are [blocks of queries, K].
     entries = length[request]
     work = -(-length // block)  # [B, K]
-    pieces = _Pieces.none(heads)
-    if most:
-        pieces = _cut(own.work, work[0], length[0] // block, num_ctas, most)
-        work = work - pieces.cut[None]
+    pieces = cut_histories(own, work, length // block, num_ctas, most) if most else Pieces.none(length.shape)
+    work = work - pieces.cut
     if own.alone:
         place = _places(own.work, work[0])
     else:
         place = _places_by_pairs(jnp.where(own.there[:, None], own.work[:, None] + work[request], 0))
-    number = np.arange(blocks, dtype=np.int32)[:, None]
+    cut, number = (
+        jnp.asarray(pieces.cut)[request],
+        np.arange(blocks * heads, dtype=np.int32).reshape(blocks, heads),
+    )
     values: dict[int, Any] = {
         ROW: own.row[:, None],
         END: own.end[:, None],
@@ -193,31 +193,27 @@ def _tiles(
         OFFSET: offset[request],
         COLUMN: column[request],
         MASKED: own.masked[:, None] + (entries % block > 0),
-        FREE: own.free[:, None] + entries // block - pieces.cut[None],
+        FREE: own.free[:, None] + entries // block - cut,
         DIAGONAL: own.diagonal[:, None],
         CHUNK_LAST: own.last[:, None],
         CHUNK_FIRST: own.first[:, None],
         CHUNK_FREE: own.first_free[:, None],
-        HISTORY_FIRST: pieces.cut[None],
-        PART: (most + np.arange(heads, dtype=np.int32)[None]) * blocks + number,
-        PIECES: pieces.count[None],
+        HISTORY_FIRST: cut,
+        PART: most + number,
+        PIECES: jnp.asarray(pieces.count)[request],
         AT: own.at[:, None],
+        NUMBER: number,
     }
-    tiles = _stack(values, (blocks, heads))
-    front, cut_rows = jnp.zeros((0, TILE_COLUMNS), i32), i32(0)
+    tiles = stack(values, (blocks, heads)).reshape(-1, TILE_COLUMNS)
+    front, cut_rows, merges = jnp.zeros((0, TILE_COLUMNS), i32), i32(0), jnp.zeros((1, MERGE_COLUMNS), i32)
     if most:
-        front, cut_rows = pieces.rows(tiles), pieces.count.sum() * blocks
-    tiles = tiles.reshape(-1, TILE_COLUMNS)
+        front, cut_rows, merges = pieces.rows(own, tiles, most), pieces.tiles, pieces.merges(own, tiles)
     rows_of = jnp.concatenate([front, jnp.zeros_like(tiles)])
     placed = rows_of.at[cut_rows + place].set(tiles, unique_indices=True, mode="promise_in_bounds")
-    return placed, (own.count * heads + cut_rows).astype(i32), pieces.merges()
+    return placed, (own.count * heads + cut_rows).astype(i32), merges
 
 
-def _stack(values: dict[int, Any], shape: tuple[int, int]) -> jax.Array:
-    return jnp.stack([jnp.broadcast_to(values[c], shape) for c in range(TILE_COLUMNS)], axis=-1).astype(i32)
-
-
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """Blocks of queries of all requests in a line, and the blocks of the chunk that each attends to. NumPy where known."""
 
     known: bool
@@ -227,6 +223,8 @@ class _Own(NamedTuple):
     sizes: Any  # i32[B]
     behind: Any  # i32[B]
     key_starts: Any  # i32[B]
+    first_of: Any  # i32[B]: the first block of each request
+    blocks_of: Any  # i32[B]: how many are of it
     request: Any
     there: Any
     row: Any
@@ -260,7 +258,7 @@ def _own_blocks(
     sizes: Any,
     behind: Any,
     key_starts: Any,
-) -> _Own:
+) -> Own:
     xp: Any = jnp
     known = behind is None and (starts is None or sizes is None)
     if starts is None or sizes is None:
@@ -289,7 +287,7 @@ def _own_blocks(
         first = xp.maximum(at - window + 1, 0) // block
         first_free = xp.maximum(xp.clip((until - window) // block + 1, 0, partly), first)
     diagonal = until // block - partly + 1
-    return _Own(
+    return Own(
         known=known,
         blocks=blocks,
         count=stop[-1],
@@ -297,6 +295,8 @@ def _own_blocks(
         sizes=sizes,
         behind=behind,
         key_starts=key_starts,
+        first_of=stop - per_request,
+        blocks_of=per_request,
         request=request,
         there=number < stop[-1],
         row=starts[request] + row,
@@ -310,62 +310,6 @@ def _own_blocks(
         first=first,
         first_free=first_free,
     )
-
-
-class _Pieces(NamedTuple):
-    """Pieces of `size` blocks cut from the front of the heads' histories."""
-
-    count: Any  # i32[K]: how many
-    base: Any  # i32[K]: the number of a head's first piece
-    cut: Any  # i32[K]: blocks of them together
-    head: Any  # i32[most]: the head of each piece
-    first: Any  # i32[most]: each piece's first block
-    size: Any
-
-    @staticmethod
-    def none(heads: int) -> "_Pieces":
-        zero = np.zeros(heads, np.int32)
-        return _Pieces(zero, zero, zero, None, None, None)
-
-    def rows(self, tiles: jax.Array) -> jax.Array:
-        """i32[most * blocks, TILE_COLUMNS] from the tiles [blocks, K, TILE_COLUMNS] that they are cut from."""
-        cut_from = tiles[:, self.head].swapaxes(0, 1)
-        most, blocks = cut_from.shape[:2]
-        number = np.arange(most, dtype=np.int32)[:, None]
-        values = {c: cut_from[..., c] for c in range(TILE_COLUMNS)} | {
-            MASKED: 0,
-            FREE: self.size,
-            HISTORY_FIRST: self.first[:, None],
-            PART: number * blocks + np.arange(blocks, dtype=np.int32),
-            PIECES: -1,
-        }
-        return _stack(values, (most, blocks)).reshape(-1, TILE_COLUMNS)
-
-    def merges(self) -> jax.Array:
-        """i32[1 + K, 3], see `ChunkPlan.merges`."""
-        heads = len(self.count)
-        held = jnp.asarray(self.count > 0)
-        rows = jnp.stack([np.arange(heads, dtype=np.int32), self.base, self.count], axis=-1).astype(i32)
-        at = jnp.where(held, jnp.cumsum(held, dtype=i32), 1 + heads)
-        number = jnp.zeros((1 + heads, 3), i32).at[0, 0].set(held.sum(dtype=i32))
-        return number.at[at].set(rows, mode="drop")
-
-
-def _cut(own: np.ndarray, history: jax.Array, full: jax.Array, num_ctas: int, most: int) -> _Pieces:
-    """Pieces of a length that makes at most `most` of all histories; none where whole tiles do."""
-    blocks, heads = own.shape[0], history.shape[0]
-    total = own.sum() * heads + history.sum() * blocks
-    rounds = -(-blocks * heads // num_ctas)
-    balanced = (history.max() + own.max()) * (rounds * num_ctas * 10) <= total * 11
-    whole = balanced | (history.max() <= CUT_FROM)
-    size = jnp.maximum(-(-history.sum() // most), MIN_PIECE)
-    # The rest of a head is not empty, and may hold a partial block.
-    count = jnp.where(whole, 0, jnp.minimum(jnp.maximum(-(-history // size) - 1, 0), full // size))
-    stop = jnp.cumsum(count, dtype=i32)
-    number = np.arange(most)
-    head = jnp.minimum((number[:, None] >= stop[None]).sum(1, dtype=i32), heads - 1)
-    base = stop - count
-    return _Pieces(count, base, count * size, head, (number - base[head]) * size, size)
 
 
 def _places(own: np.ndarray, history: jax.Array) -> jax.Array:

@@ -56,8 +56,16 @@ def test_flops_of_experts_and_windows():
     )
 
 
-def test_a_step_of_a_small_model(monkeypatch):
+def test_flops_of_chunks_that_share_a_step():
+    plan = plan_of(LLAMA_8B)
+    assert prefill_step.step_flops(LLAMA_8B, plan, 400, 640, 0, 4) == 4 * prefill_step.step_flops(
+        LLAMA_8B, plan, 100, 640, 0
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_of_a_small_model(monkeypatch, rows):
     monkeypatch.setattr(prefill_step, "DECODING", 128)
     args = argparse.Namespace(sustained=False, profile=False)
-    row = prefill_step.measure(random_weights(TINY), TINY, (64, 64, 2), 1e12, args)
+    row = prefill_step.measure(random_weights(TINY), TINY, (64, 64, 2, rows), 1e12, args)
     assert row["ms"] > 0 and row["decoding"] == 2 and row["of_roof"] < 1

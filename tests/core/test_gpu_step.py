@@ -31,7 +31,7 @@ GEMMA2 = tiny_gemma2_config(**SHAPE, sliding_layers=(0,), sliding_window=150, em
 # Every token goes through all experts: which ones are best may change with rounding, and all that follows with them.
 GPT_OSS = tiny_gpt_oss_config(**SHAPE, sliding_layers=(0,), sliding_window=150, experts_per_token=4)
 HEADS = (CONFIG.num_layers, CONFIG.num_kv_heads)
-SNAPKV = tj.get_scorer("snapkv")
+SNAPKV, GAUSSIAN = (tj.get_scorer(name) for name in ("snapkv", "expected_attention"))
 ROW = np.int32(1)
 
 
@@ -220,9 +220,10 @@ def test_fp8_weights_are_the_floats_that_they_stand_for(caplog):
     assert "FP8 weights are unpacked" not in caplog.text
 
 
+@pytest.mark.parametrize("scorer", [SNAPKV, GAUSSIAN], ids=["snapkv", "expected_attention"])
 @pytest.mark.parametrize("packed", [False, True], ids=["a list", "packed"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
-def test_chunks_of_several_rows_are_each_as_alone(dtype, packed):
+def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, scorer):
     """Under budgets of their own, beside a row that decodes, and with a chunk of no row."""
     profile = tj.BudgetProfile.from_ratios(
         np.random.default_rng(0).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32), retention=0.5, alpha=0.0
@@ -243,22 +244,20 @@ def test_chunks_of_several_rows_are_each_as_alone(dtype, packed):
             part = text[start : start + 128]
             padded, count = np.pad(part, (0, 128 - len(part))), np.int32(len(part))
             _, cache = prefill(
-                params, CONFIG, plan, cache, scorer=SNAPKV, row=np.int32(row), tokens=padded, count=count
+                params, CONFIG, plan, cache, scorer=scorer, row=np.int32(row), tokens=padded, count=count
             )
     sizes = ((1, 60), (2, 68), (4, 0)) if packed else ((1, 100), (2, 128), (4, 1))
     more = [tj.Chunk(np.int32(row), texts[0][:128], np.int32(n)) for row, n in sizes]
-    together = tj.Packed(
-        np.array([1, 2, 4], np.int32), texts[0][[*range(60), *range(68)]], np.array([60, 68, 0], np.int32)
-    )
+    together = tj.Packed.of([1, 2, 4], [texts[0][:60], texts[0][:68], texts[0][:0]], 136)
     token = tj.Decode(np.array([0], np.int32), np.array([9], np.int32))
     apart = jax.tree.map(jnp.copy, cache)
     both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(
-        params, CONFIG, plan, SNAPKV, cache, together if packed else more, token
+        params, CONFIG, plan, scorer, cache, together if packed else more, token
     )
     alone = []
     for chunk in more[:2]:
         out, apart = prefill(
-            params, CONFIG, plan, apart, scorer=SNAPKV, row=chunk.row, tokens=chunk.tokens, count=chunk.valid
+            params, CONFIG, plan, apart, scorer=scorer, row=chunk.row, tokens=chunk.tokens, count=chunk.valid
         )
         alone.append(out)
     out, apart = decode(params, CONFIG, plan, apart, rows=token.rows, tokens=token.tokens)

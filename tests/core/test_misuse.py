@@ -67,13 +67,13 @@ def test_a_row_that_found_no_pages_is_left_out(cluster):
 
 def test_chunks_packed_behind_one_that_is_left_out_have_their_own_tokens():
     """They stand where the counts say, whether a row before them found its pages or not."""
-    plan, tokens = plan_of("1.0", 2, 8), random_tokens(20)
+    plan, tokens = plan_of("1.0", 2, 8), random_tokens(24)
     cache = with_rows(plan, 0)
     cache = tj.reserve(plan, cache, ROW, np.int32(20), np.int32(0))
     for missing in (2, -1, 0):  # without a page, of no row, and without a page for more
         packed = tj.Packed(np.array([missing, ROW]), tokens, np.array([12, 8]))
         logits, after = step(PARAMS, CONFIG, plan, SNAPKV, jax.tree.map(jax.numpy.copy, cache), packed, None)
-        np.testing.assert_allclose(logits[1], dense_logits(CONFIG, tokens[12:])[-1], atol=2e-4)
+        np.testing.assert_allclose(logits[1], dense_logits(CONFIG, tokens[16:])[-1], atol=2e-4)
         assert after.tokens.tolist() == [20, 8, 0]
 
 
@@ -152,7 +152,7 @@ def test_a_chunk_has_the_tokens_that_it_has(count):
     packed = tj.Packed(np.array([2, ROW]), tokens, np.array([12, count]))
     before = int(cache.tokens[ROW])
     _, cache = step(PARAMS, CONFIG, plan, SNAPKV, cache, packed, None)
-    assert cache.tokens[np.array([2, ROW])].tolist() == [12, before + (8 if count > 0 else 0)]
+    assert cache.tokens[np.array([2, ROW])].tolist() == [12, before + (4 if count > 0 else 0)]
 
 
 def test_counts_of_single_tokens():
@@ -193,7 +193,7 @@ def test_tokens_beyond_the_vocabulary(token):
     cache = with_rows(plan, 0, 2)
     for part, decode in (
         (chunk_of(1, wrong, 2), None),
-        (tj.Packed(np.array([0, 2]), wrong, np.array([1, 1])), None),
+        (tj.Packed.of([0, 2], [wrong[:1], wrong[1:]], 16), None),
         (None, tj.Decode(np.array([0, 2]), wrong)),
         (None, tj.Decode(np.array([2]), wrong[None], np.array([2]))),
     ):

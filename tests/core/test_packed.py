@@ -15,10 +15,9 @@ step = jax.jit(tj.step, static_argnums=(1, 2, 3), donate_argnums=4)
 
 def packed(texts: dict[int, np.ndarray]) -> tj.Packed:
     """Rows and their next tokens; what is left are empty chunks."""
-    rows, counts = np.full(PLACES, 99, np.int32), np.zeros(PLACES, np.int32)
-    rows[: len(texts)], counts[: len(texts)] = list(texts), [len(t) for t in texts.values()]
-    tokens = np.concatenate(list(texts.values()))
-    return tj.Packed(rows, np.pad(tokens, (0, SIZE - len(tokens)), constant_values=9), counts)
+    empty = PLACES - len(texts)
+    rows, nothing = [*texts, *[99] * empty], [np.zeros(0, np.int32)] * empty
+    return tj.Packed.of(rows, [*texts.values(), *nothing], SIZE)
 
 
 def started(plan, texts, begun: dict[int, int], retentions=(None, None, None)):

@@ -8,7 +8,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import chunk_prefill as cp
-from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill import columns as C
+from pallas_kernels.chunk_prefill import cuts
 from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
 
@@ -38,35 +39,35 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     taken: dict[tuple[int, int], set[tuple[str, int]]] = {}
     pieces: dict[tuple[int, int], list[int]] = {}
     (num_cut, *_), *merges = np.asarray(plan.of_layer("merges")).tolist()
-    merges, num_heads = merges[:num_cut], plan.heads.shape[2]
+    merges = merges[:num_cut]
     for tile in np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))].tolist():
-        where = tile[P.ROW], tile[P.HEAD]
-        if tile[P.PIECES] < 0:
-            pieces.setdefault(where, []).append(tile[P.PART])
-            assert tile[P.MASKED] == 0
+        where = tile[C.ROW], tile[C.HEAD]
+        if tile[C.PIECES] < 0:
+            pieces.setdefault(where, []).append(tile[C.PART])
+            assert tile[C.MASKED] == 0
             assert where not in result  # pieces come before the tile that they are cut from
-        elif tile[P.PIECES]:
-            (merge,) = (row for row in merges if row[P.MERGE_HEAD] == tile[P.HEAD])
-            number = tile[P.PART] % plan.stride
-            parts = [(merge[P.MERGE_FIRST] + i) * plan.stride + number for i in range(merge[P.MERGE_PIECES])]
-            assert tile[P.PIECES] == len(parts) and sorted(pieces.pop(where)) == parts
-            assert tile[P.PART] == plan.num_parts - (num_heads - tile[P.HEAD]) * plan.stride + number
+        elif tile[C.PIECES]:
+            (merge,) = (row for row in merges if (row[C.MERGE_ROW], row[C.MERGE_HEAD]) == where)
+            parts = [merge[C.MERGE_FIRST] + i * merge[C.MERGE_STEP] for i in range(merge[C.MERGE_PIECES])]
+            assert tile[C.PIECES] == len(parts) and sorted(pieces.pop(where)) == parts
+            assert tile[C.PART] == plan.most_pieces + tile[C.NUMBER] and parts[-1] < plan.most_pieces
+            assert (merge[C.MERGE_END], merge[C.MERGE_NUMBER]) == (tile[C.END], tile[C.NUMBER])
         blocks = []
-        whole = tile[P.LENGTH] // plan.block
-        partial = int(tile[P.LENGTH] % plan.block > 0 and tile[P.PIECES] >= 0)
-        if tile[P.PIECES] >= 0:
-            blocks += [("own, masked", tile[P.CHUNK_LAST] - j) for j in range(tile[P.DIAGONAL])]
-            edges = tile[P.MASKED] - tile[P.DIAGONAL] - partial
-            blocks += [("own, masked", tile[P.CHUNK_FIRST] + j) for j in range(edges)]
+        whole = tile[C.LENGTH] // plan.block
+        partial = int(tile[C.LENGTH] % plan.block > 0 and tile[C.PIECES] >= 0)
+        if tile[C.PIECES] >= 0:
+            blocks += [("own, masked", tile[C.CHUNK_LAST] - j) for j in range(tile[C.DIAGONAL])]
+            edges = tile[C.MASKED] - tile[C.DIAGONAL] - partial
+            blocks += [("own, masked", tile[C.CHUNK_FIRST] + j) for j in range(edges)]
         blocks += [("history, masked", whole)] * partial
-        history = min(whole - tile[P.HISTORY_FIRST], tile[P.FREE])
-        blocks += [("history", tile[P.HISTORY_FIRST] + j) for j in range(history)]
-        blocks += [("own", tile[P.CHUNK_FREE] + j) for j in range(tile[P.FREE] - history)]
-        assert len(blocks) == tile[P.MASKED] + tile[P.FREE]
+        history = min(whole - tile[C.HISTORY_FIRST], tile[C.FREE])
+        blocks += [("history", tile[C.HISTORY_FIRST] + j) for j in range(history)]
+        blocks += [("own", tile[C.CHUNK_FREE] + j) for j in range(tile[C.FREE] - history)]
+        assert len(blocks) == tile[C.MASKED] + tile[C.FREE]
         assert len(set(blocks)) == len(blocks)
         assert not set(blocks) & taken.setdefault(where, set())
         taken[where] |= set(blocks)
-        if tile[P.PIECES] >= 0:
+        if tile[C.PIECES] >= 0:
             result[where] = taken[where]
     assert not pieces
     assert len(result) == len(taken)
@@ -79,7 +80,7 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
 @pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
 @pytest.mark.parametrize("behind", [None, [99, 128, 0]], ids=str)
 def test_plan_names_every_block_once(group, given, window, behind):
-    """With one request the sizes are known, and few tiles of unequal work are cut into pieces."""
+    """Few tiles of unequal work are cut into pieces."""
     rng = np.random.default_rng(0)
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
     lengths = rng.integers(0, 1000, (len(starts), 4)).astype(np.int32)
@@ -114,10 +115,10 @@ def test_plan_names_every_block_once(group, given, window, behind):
                 want[start + at, head] = blocks
     assert got == want
     tiles = np.asarray(plan.of_layer("tiles"))[: int(plan.of_layer("count"))]
-    cut = tiles[:, P.PIECES] < 0
-    assert cut.any() == (not given and behind is None)
+    cut = tiles[:, C.PIECES] < 0
+    assert cut.any()
     for rows in (tiles[cut], tiles[~cut]):
-        assert (np.diff(rows[:, P.MASKED] + rows[:, P.FREE]) <= 0).all()
+        assert (np.diff(rows[:, C.MASKED] + rows[:, C.FREE]) <= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_plan_without_a_sort_is_the_sorted_one():
     known = cp.plan_chunk(*args, **how).layer(0)
     given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048])).layer(0)
     assert seen_by(known) == seen_by(given)
-    assert (known.tiles[..., P.PIECES] == 0).all()  # too many tiles to cut any
+    assert (known.tiles[..., C.PIECES] == 0).all()  # too many tiles to cut any
     np.testing.assert_array_equal(known.count, given.count)
 
 
@@ -160,14 +161,14 @@ def test_plan_of_all_layers_is_that_of_each(requests):
     table = jnp.zeros((requests, 900), jnp.int32)
     how = {"q_shape": (256, 4, 4, 128), "page_size": 64}
     together = cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=3)
-    cuts = []
+    cut = []
     for layer in range(3):
         mine = slice(4 * layer, 4 * layer + 4)
         alone = cp.plan_chunk(jnp.asarray(lengths[:, mine]), table, first[mine], column[mine], **how)
         for name in ("tiles", "count", "merges", "sync", "heads"):
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.layer(0).of_layer(name))
-        cuts.append(bool((alone.tiles[..., P.PIECES] > 0).any()))
-    assert cuts == ([True, False, True] if requests == 1 else [False] * 3)
+        cut.append(bool((alone.tiles[..., C.PIECES] > 0).any()))
+    assert cut == [True, False, True]
     with pytest.raises(ValueError, match="12 heads do not divide into 5 layers"):
         cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=5)
 
@@ -255,12 +256,33 @@ def test_keys_before_those_of_requests_in_the_interpreter():
 
 @pytest.mark.parametrize("larger_tile", [1.31, 0.0])  # with two and three warpgroups
 def test_pieces_of_a_history_in_the_interpreter(monkeypatch, larger_tile):
-    monkeypatch.setattr(P, "MIN_PIECE", 1)
-    monkeypatch.setattr(P, "CUT_FROM", 1)
+    monkeypatch.setattr(cuts, "MIN_PIECE", 1)
+    monkeypatch.setattr(cuts, "CUT_FROM", 1)
     case = make_case([[400, 9]], 16, group=7, head_dim=64, page_size=64)
     tuning = cp.Tuning(num_ctas=1, larger_tile=larger_tile)
-    assert (plan_of(case, tuning).tiles[..., P.PIECES] == 3).any()
+    assert (plan_of(case, tuning).tiles[..., C.PIECES] == 3).any()
     check_interpreted(case, tuning)
+
+
+def test_pieces_of_the_histories_of_several_requests_in_the_interpreter(monkeypatch):
+    """Of one and of two blocks of queries; a third has no tokens."""
+    monkeypatch.setattr(cuts, "MIN_PIECE", 1)
+    monkeypatch.setattr(cuts, "CUT_FROM", 1)
+    monkeypatch.setattr(cuts, "CUT_BELOW", 4)  # tiles for the one CTA
+    requests = {"starts": [0, 8, 40], "sizes": [5, 30, 0]}
+    case = make_case([[390], [260], [900]], 40, group=6, head_dim=64, page_size=64, **requests)
+    tuning = cp.Tuning(num_ctas=1)
+    plan = plan_of(case, tuning)
+    pieces = plan.tiles[0, : int(plan.of_layer("count")), C.PIECES]
+    assert (pieces < 0).sum() == 3 + 2 * 2 and sorted(pieces[pieces > 0].tolist()) == [2, 2, 3]
+    check_interpreted(case, tuning)
+
+
+def test_without_any_history_nothing_is_cut():
+    given = {"q_shape": (64, 2, 4, 128), "page_size": 16, "behind": np.array([3])}
+    none, table = np.zeros((1, 2), np.int32), jnp.zeros((1, 1), jnp.int32)
+    assert not cp.plan_chunk(none, table, none[0], none[0], **given).most_pieces
+    assert cp.plan_chunk(jnp.asarray(none), table, none[0], none[0], **given).most_pieces
 
 
 def test_unsupported_features_are_named():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import chunk_prefill as cp
-from pallas_kernels.chunk_prefill import plan as P
+from pallas_kernels.chunk_prefill import columns as C
 from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -115,12 +115,29 @@ def test_histories_cut_into_pieces(group, head_dim, tokens):
     """Also with a plan used again: its counters are zero after each call."""
     case = make_case([[30000, 3000, 0, 77]], tokens, group=group, head_dim=head_dim, page_size=64)
     plan = jax.jit(lambda: plan_of(case))()
-    assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), P.PIECES] < 0).sum()) > 50
+    assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), C.PIECES] < 0).sum()) > 50
     check(case)
     first, *others = (run(case, plan=plan) for _ in range(4))
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not np.asarray(plan.sync).any()
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (5, 128), (3, 64), (2, 256)])
+def test_histories_of_several_requests_cut_into_pieces(group, head_dim):
+    """Of one and of several blocks of queries, with and without history, and of no tokens."""
+    requests = {"starts": [0, 40, 48, 48], "sizes": [33, 5, 0, 80]}
+    lengths = [[30000, 3000, 0, 77], [9000, 20000, 1, 0], [5000] * 4, [0, 0, 12000, 500]]
+    case = make_case(lengths, 128, group=group, head_dim=head_dim, page_size=64, **requests)
+    plan = jax.jit(lambda: plan_of(case))()
+    assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), C.PIECES] < 0).sum()) > 50
+    check(case)
+    first, *others = (run(case, plan=plan) for _ in range(3))
+    mine = ~np.isneginf(case.expected()[1])
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(a)[mine], np.asarray(b)[mine])
     assert not np.asarray(plan.sync).any()
 
 

@@ -8,8 +8,8 @@ from tests.serve.test_scheduler import loop, prompt
 PACKED = {
     "max_running": 8,
     "max_tail": 20,
-    "chunks_beside_decode": (8, 24),
-    "packed_chunks": (8, 24),
+    "chunks_beside_decode": (8, 32),
+    "packed_chunks": (8, 32),
     "packed_places": 4,
 }
 
@@ -30,8 +30,8 @@ def steps_of(bench) -> list[list[tuple[int, int]]]:
     ("sizes", "steps"),
     [
         ((5, 6, 7, 4, 2, 3), [[(0, 5), (1, 6), (2, 7), (3, 4)], [(4, 2), (5, 3)]]),  # four places
-        ((12, 12, 3), [[(0, 12), (1, 12)], [(2, 3)]]),  # 24 tokens
-        ((5, 30, 6), [[(0, 5), (2, 6)], [(1, 24)], [(1, 8)]]),  # what is too long comes next, alone
+        ((12, 12, 3), [[(0, 12), (1, 12)], [(2, 3)]]),  # each begins at a multiple of 8, of 32
+        ((5, 40, 6), [[(0, 5), (2, 6)], [(1, 32)], [(1, 8)]]),  # what is too long comes next, alone
         ((30, 5, 6), [[(0, 30)], [(1, 5), (2, 6)]]),
         ((20, 20), [[(0, 20)], [(1, 20)]]),
         ((9,), [[(0, 9)]]),
