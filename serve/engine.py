@@ -121,6 +121,7 @@ class Engine:
                 progress(name)
         log.info("Compiled all programs in %.1f s", time.perf_counter() - began)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._update_stats()
         self._ready = True
         self._thread.start()
 

@@ -1,6 +1,7 @@
 """Compiles the grammars of requests beside the event loop and the engine, and keeps those that were used last."""
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -14,6 +15,8 @@ from serve.text import TextTokenizer
 KEPT = 128  # compiled grammars; one may take megabytes
 MOST_WAITING = 64
 WAIT_SECONDS = 60.0
+
+log = logging.getLogger("tangram.grammar")
 
 type _Key = tuple[str, str, str]
 
@@ -54,7 +57,13 @@ class GrammarCache:
             raise unavailable(
                 "The grammar of this request was not compiled in time: try again later."
             ) from None
-        except Exception:  # e.g. no memory for a process to try it in: the next request may have more luck
+        except (
+            OSError
+        ) as error:  # no files or memory for a process to try it in: a later one may have more luck
+            self._forget(key, future)
+            log.warning("A grammar could not be tried: %s", error)
+            raise unavailable("The server cannot compile a grammar now: try again later.") from None
+        except Exception:
             self._forget(key, future)
             raise
 

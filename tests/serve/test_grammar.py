@@ -15,6 +15,7 @@ from models.config import ModelConfig
 from models.gguf_tokenizer import read_tokenizer
 from models.testing import tiny_config, tiny_tokenizer
 from serve import grammar, schemas
+from serve.errors import APIError
 from serve.grammar import GrammarError, GrammarFailure, Vocabulary
 from serve.grammar_cache import GrammarCache
 from serve.structured import GrammarSpec
@@ -335,6 +336,22 @@ def test_what_failed_once_is_compiled_anew(monkeypatch):
     compiled = asyncio.run(cache.get(spec))
     assert allowed(compiled.start()) == {byte("a")}
     assert asyncio.run(cache.get(spec)) is compiled
+    cache.close()
+
+
+def test_without_files_for_a_trial_a_grammar_has_to_wait(monkeypatch):
+    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
+    spec = GrammarSpec("regex", "a+", "guided_regex")
+
+    def no_files(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", no_files)
+        with pytest.raises(APIError, match="cannot compile a grammar now: try again later") as caught:
+            asyncio.run(cache.get(spec))
+    assert caught.value.status == 503
+    assert allowed(asyncio.run(cache.get(spec)).start()) == {byte("a")}
     cache.close()
 
 
