@@ -126,9 +126,9 @@ def test_chunks_keep_the_best_by_their_own_scores(cluster, scorer, monkeypatch):
         jax.debug.callback(lambda *x: scored.append(x), what.positions, scores)
         return compress.select(plan, cache, what, scores)
 
-    def write(plan, cache, what, order, tail, keys, values):
+    def write(plan, cache, what, order, tail, keys, values, start):
         jax.debug.callback(written.append, jnp.stack(keys))
-        return compress.write(plan, cache, what, order, tail, keys, values)
+        return compress.write(plan, cache, what, order, tail, keys, values, start)
 
     monkeypatch.setattr(step_layers, "select", select)
     monkeypatch.setattr(step_layers, "write", write)
