@@ -1,7 +1,7 @@
-"""Chunks of several rows in one run of tokens, one after another, so that the model's matrix products see no padding.
+"""Chunks of several rows in one run of tokens, so that the model's matrix products see little padding.
 
-On a GPU one kernel does the attention of all of them; elsewhere, and in layers with a sliding window, each chunk's is done
-as if it were alone in as many token slots as all have. Scores and writing are each chunk's own, of its place among all.
+On a Hopper GPU one kernel does the attention of all of them; elsewhere, over pages of bytes and in layers with a sliding
+window each chunk's is done as if it were alone in as many token slots as all have. Scores and writing are each chunk's own.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ from tangram_jax.step_layers import Chunk, ChunkLayers, Layers
 
 
 class Packed(NamedTuple):
-    """The next tokens of several rows. Arrays of the host or the device."""
+    """The next tokens of several rows. Arrays of the host or the device.
+
+    Tokens one after another, without the places between that `of` leaves, are taken for others than they are.
+    """
 
     rows: Any  # i32[S]; a number of no row makes an empty chunk
     tokens: Any  # i32[T], each row's from `starts_of(counts)` on, with padding between and after
@@ -34,7 +37,7 @@ class Packed(NamedTuple):
         counts = np.array([len(text) for text in texts], np.int32)
         tokens = np.zeros(slots, np.int32)
         for start, text in zip(starts_of(counts).tolist(), texts, strict=True):
-            if start + len(text) > slots:
+            if len(text) and start + len(text) > slots:
                 raise ValueError(f"chunks of {counts.tolist()} tokens do not fit into {slots} slots")
             tokens[start : start + len(text)] = text
         return cls(np.array(rows, np.int32), tokens, counts)

@@ -39,7 +39,8 @@ def write_pages(
     Args:
       pool: [num_pages, 2, Hp, P, D]. Or uint8: pages of bytes (`pallas_kernels.byte_pages`), which have more rows than P and
         are written with their scales; keys, values and tail are not of bytes, and entries that stay keep theirs.
-      keys, values: of each layer [T or more, K, D], the chunk first; neither stacked nor put together with the tail.
+      keys, values: of each layer [T or more, K, D], any of which `source` may name; neither stacked nor put together with
+        the tail.
       tail: [2, M, Hp, W, D], a copy: its entries lie in pages that are written here.
       source: i32[M, Hp, J * P], the candidate for each entry of J pages; negative where an entry of the group's first page
         stays as it is.

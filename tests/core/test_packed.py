@@ -1,4 +1,4 @@
-"""Chunks of several rows without padding between them: each is as alone, whatever the others hold."""
+"""Chunks of several rows in one run of tokens: each is as alone, whatever the others hold."""
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,14 @@ def test_empty_chunks_of_any_number_of_no_row_write_nothing():
     _, cache = step(PARAMS, CONFIG, plan, GAUSSIAN, cache, empty, None)
     for name in ("pool", "tail", "tokens", "table", "num_free"):
         np.testing.assert_array_equal(getattr(cache, name), getattr(before, name))
+
+
+def test_chunks_are_placed_where_they_fit():
+    text = random_tokens(20)
+    packed = tj.Packed.of([1, 99], [text, text[:0]], 20)  # the empty one would begin behind all slots
+    assert packed.tokens.tolist() == text.tolist() and packed.counts.tolist() == [20, 0]
+    with pytest.raises(ValueError, match=r"chunks of \[9, 8\] tokens do not fit into 23 slots"):
+        tj.Packed.of([1, 2], [text[:9], text[:8]], 23)
 
 
 def test_packed_chunks_have_no_logits_of_every_token():
