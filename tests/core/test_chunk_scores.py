@@ -20,9 +20,12 @@ ROW, BEFORE, CHUNK, COUNT = np.int32(1), 90, 48, 41
 
 
 def scores_of(
-    scorer: tj.scorers.Scorer, cluster: str, config: ModelConfig = CONFIG
+    scorer: tj.scorers.Scorer, cluster: str, config: ModelConfig = CONFIG, start: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(f32[M, Hp, C], which of them are of candidates): a padded chunk after a tail of 20 tokens."""
+    """(f32[M, Hp, C], which of them are of candidates): a padded chunk after a tail of 20 tokens.
+
+    With `start` its rows stand behind so many of another chunk.
+    """
     budgets = np.random.default_rng(1).uniform(0.1, 0.9, (1, 3, 4)).astype(np.float32)
     plan = tj.CachePlan.build(tj.BudgetProfile.from_ratios(budgets, retention=0.5, alpha=0.0), 2, 16, cluster)
     cache = tj.init_cache(plan, CONFIG, num_pages=200, max_requests=2, max_tokens=256, max_tail=32)
@@ -33,10 +36,12 @@ def scores_of(
         tokens=cache.tokens.at[ROW].set(BEFORE), tail=cache.tail.at[ROW].set(20),
     )  # fmt: skip
     what = compress.candidates(plan, cache, ROW, CHUNK, jnp.int32(COUNT))
-    scores = ChunkScores(plan, config, scorer, what, compress.read_tail(plan, cache, ROW, jnp.float32))
+    at = None if start is None else jnp.int32(start)
+    scores = ChunkScores(plan, config, scorer, what, compress.read_tail(plan, cache, ROW, jnp.float32), at)
     for layer in range(CONFIG.num_layers):
         q, k, v = (jax.random.normal(next(keys), (CHUNK, heads, 16)) for heads in (8, 4, 4))
-        scores.add(layer, q, k, v, jax.random.uniform(next(keys), (CHUNK, 8), minval=4.0, maxval=6.0))
+        lse = jax.random.uniform(next(keys), (CHUNK, 8), minval=4.0, maxval=6.0)
+        scores.add(layer, *(jnp.roll(x, start or 0, axis=0) for x in (q, k, v, lse)))
     valid = np.broadcast_to(np.asarray(what.valid)[:, None], scores.result().shape)
     return np.asarray(scores.result()), valid & (plan.head_at >= 0)[..., None]
 
@@ -44,9 +49,13 @@ def scores_of(
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("cluster", ["layer", "model"])
 @pytest.mark.parametrize("scorer", ["snapkv", "kv_compress", "expected_attention"])
-def test_kernels_get_what_the_scorer_gets(scorer, cluster, soft_cap, monkeypatch):
+@pytest.mark.parametrize("start", [None, CHUNK - COUNT], ids=["alone", "behind another"])
+def test_kernels_get_what_the_scorer_gets(scorer, cluster, soft_cap, start, monkeypatch):
     config = CONFIG.replace(attention_soft_cap=soft_cap)
     want, there = scores_of(tj.get_scorer(scorer), cluster, config)
+    if start is not None:
+        behind, _ = scores_of(tj.get_scorer(scorer), cluster, config, start)
+        np.testing.assert_allclose(behind[there], want[there], rtol=1e-6)
     called = []
 
     def reference(function):
@@ -58,7 +67,7 @@ def test_kernels_get_what_the_scorer_gets(scorer, cluster, soft_cap, monkeypatch
 
     monkeypatch.setattr(keep, "window_sums", reference(keep.window_sums_reference))
     monkeypatch.setattr(gaussian, "gaussian_logits", reference(gaussian.gaussian_logits_reference))
-    got, _ = scores_of(tj.get_scorer(scorer), cluster, config)
+    got, _ = scores_of(tj.get_scorer(scorer), cluster, config, start)
     assert len(called) == CONFIG.num_layers
     assert there.sum() > 500
     # Expected Attention's factors have 11 bits on the kernels' way.
