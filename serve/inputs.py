@@ -83,4 +83,5 @@ def _row(sequence: Sequence) -> int:
 def _packed(chunks: list[ChunkWork], size: int, places: int, num_rows: int) -> Packed:
     empty = places - len(chunks)
     rows, nothing = [_row(c.sequence) for c in chunks], np.zeros(0, np.int32)
-    return Packed.of(rows + [num_rows] * empty, [c.tokens for c in chunks] + [nothing] * empty, size)
+    texts = [c.tokens for c in chunks] + [nothing] * empty
+    return Packed.of(np.array(rows + [num_rows] * empty, np.int32), texts, size)

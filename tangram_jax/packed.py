@@ -32,15 +32,15 @@ class Packed(NamedTuple):
     counts: Any  # i32[S]: tokens of each, at least 1, of an empty chunk 0
 
     @classmethod
-    def of(cls, rows: Sequence[int], texts: Sequence[np.ndarray], slots: int) -> "Packed":
+    def of(cls, rows: Sequence[int] | np.ndarray, texts: Sequence[np.ndarray], slots: int) -> "Packed":
         """The next tokens i32[:] of each row, in T = `slots`. Raises ValueError where they do not fit."""
         counts = np.array([len(text) for text in texts], np.int32)
-        tokens = np.zeros(slots, np.int32)
+        tokens = np.zeros(slots, np.result_type(np.int32, *texts))  # what is not whole `step` refuses
         for start, text in zip(starts_of(counts).tolist(), texts, strict=True):
             if len(text) and start + len(text) > slots:
                 raise ValueError(f"chunks of {counts.tolist()} tokens do not fit into {slots} slots")
             tokens[start : start + len(text)] = text
-        return cls(np.array(rows, np.int32), tokens, counts)
+        return cls(np.asarray(rows), tokens, counts)
 
 
 def packed_slots(count: Any) -> Any:

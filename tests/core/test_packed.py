@@ -100,6 +100,14 @@ def test_chunks_are_placed_where_they_fit():
     assert packed.tokens.tolist() == text.tolist() and packed.counts.tolist() == [20, 0]
     with pytest.raises(ValueError, match=r"chunks of \[9, 8\] tokens do not fit into 23 slots"):
         tj.Packed.of([1, 2], [text[:9], text[:8]], 23)
+    for wrong in (
+        tj.Packed.of([1, 2], [text + 0.5, text], 64),
+        tj.Packed.of(np.array([True, True]), [text, text], 64),
+    ):
+        with pytest.raises(TypeError, match="numbers"):
+            tj.step(
+                PARAMS, CONFIG, plan_of("1.0", 2, 8), SNAPKV, new_cache(plan_of("1.0", 2, 8)), wrong, None
+            )
 
 
 def test_packed_chunks_have_no_logits_of_every_token():
