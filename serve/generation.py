@@ -107,10 +107,7 @@ class Serving:
     async def in_thread[**P, T](
         self, http_request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run slow host work on a body that `read_request` has read beside the event loop, so that streams go on.
-
-        Of a client that has left nothing is begun: raises ClientDisconnect.
-        """
+        """Run slow work on a body of `read_request` beside the event loop; ClientDisconnect where nobody waits for it."""
         executor = self.large_executor if http_request.state.body_bytes > _LARGE_BODY else self.executor
         work = asyncio.get_running_loop().run_in_executor(executor, lambda: function(*args, **kwargs))
         return await unless_disconnected(http_request.receive, work)

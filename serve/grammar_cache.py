@@ -57,9 +57,7 @@ class GrammarCache:
             raise unavailable(
                 "The grammar of this request was not compiled in time: try again later."
             ) from None
-        except (
-            OSError
-        ) as error:  # no files or memory for a process to try it in: a later one may have more luck
+        except OSError as error:  # no files or memory for a process: a later one may have more luck
             self._forget(key, future)
             log.warning("A grammar could not be tried: %s", error)
             raise unavailable("The server cannot compile a grammar now: try again later.") from None
