@@ -262,7 +262,28 @@ class WindowAttention:
         self._on_gpu = None
         pool = gpu_attention.window_pool(pool, dtype)
         if gpu_attention.chunk_supported(q_shape, dtype, pool, logits.soft_cap):
-            self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, self._behind, pool, logits)
+            behind = self._behind[None]
+            self._on_gpu = gpu_attention.WindowAttention(q_shape, dtype, window, behind, pool, logits)
+
+    @staticmethod
+    def of_several(
+        q_shape: tuple[int, ...],
+        dtype: Any,
+        window: int,
+        behind: jax.Array,
+        pool: jax.Array,
+        logits: AttentionLogits,
+        chunks: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> gpu_attention.WindowAttention | None:
+        """Of chunks of several rows in one call; None where nothing takes them.
+
+        q_shape (T, K, G, D); `behind` i32[S]: keys before that of each chunk's first query; `chunks`: where they begin among
+        T, how many tokens they have, and where each one's keys begin, i32[S] each. Rows of no chunk are not written.
+        """
+        on_gpu, pool = gpu_attention.WindowAttention, gpu_attention.window_pool(pool, dtype)
+        if jax.default_backend() != "gpu" or not on_gpu.takes_several(q_shape, dtype, pool):
+            return None
+        return on_gpu(q_shape, dtype, window, behind, pool, logits, chunks)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `window_attention`."""

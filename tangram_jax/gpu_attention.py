@@ -158,29 +158,43 @@ class WindowAttention:
         behind: jax.Array,
         pool: jax.Array,
         logits: AttentionLogits,
+        chunks: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     ) -> None:
-        """See `attention.WindowAttention`; `behind` i32[]: keys before that of the first query."""
+        """See `attention.WindowAttention`; `behind` i32[S]: keys before that of each chunk's first query.
+
+        `chunks`: i32[S] each, where chunks of several rows begin, how many tokens they have and where their keys begin, of
+        what `takes_several` says yes to; None: one of T tokens.
+        """
         self._window, self._behind, self._pool, self._logits = window, behind, pool, logits
         self._plan = None
         if reason := _why_no_kernel(q_shape, dtype, pool):
             log.warning("Chunk attention in a sliding window is left to cuDNN: %s", reason)
             return
-        none = np.zeros(q_shape[1], np.int32)
+        starts, sizes, key_starts = chunks or (None, None, None)
+        none = np.zeros((len(behind), q_shape[1]), np.int32)
         self._plan = chunk_prefill.plan_chunk(
-            none[None],
-            jnp.zeros((1, 1), jnp.int32),
             none,
-            none,
+            jnp.zeros((len(behind), 1), jnp.int32),
+            none[0],
+            none[0],
             q_shape=q_shape,
             page_size=byte_pages.page_size(pool),
             window=window,
-            behind=behind[None],
+            behind=behind,
+            starts=starts,
+            sizes=sizes,
+            key_starts=key_starts,
         ).layer(0)
+
+    @staticmethod
+    def takes_several(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
+        """Whether one call takes chunks of several rows."""
+        return _why_no_kernel(q_shape, dtype, pool) is None
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.window_attention`."""
         if self._plan is None:
-            return window_composition(q, k, v, self._behind, self._window, self._logits.scale)
+            return window_composition(q, k, v, self._behind[0], self._window, self._logits.scale)
         return chunk_prefill.chunk_prefill(q, k, v, self._pool, self._plan, **self._logits._asdict())
 
 

@@ -1,7 +1,7 @@
 """Chunks of several rows in one run of tokens, so that the model's matrix products see little padding.
 
-On a Hopper GPU one kernel does the attention of all of them; elsewhere, over pages of bytes and in layers with a sliding
-window each chunk's is done as if it were alone in as many token slots as all have. Scores and writing are each chunk's own.
+On a Hopper GPU one kernel does the attention of all of them; elsewhere, and over pages of bytes that are compressed, each
+chunk's is done as if it were alone in as many token slots as all have. Scores and writing are each chunk's own.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ import numpy as np
 from models.config import ModelConfig
 from models.sinks import with_sinks
 from pallas_kernels.chunk_prefill import ALIGN
-from tangram_jax.attention import ChunkAttention
+from tangram_jax.attention import ChunkAttention, WindowAttention
 from tangram_jax.cache import Cache
 from tangram_jax.plan import CachePlan
+from tangram_jax.rings import RingChunks, row_rings
 from tangram_jax.scorers import Scorer
 from tangram_jax.step_layers import Chunk, ChunkLayers, Layers
 
@@ -65,8 +66,10 @@ class Places:
         owner = jnp.maximum((at[:, None] >= self.starts).sum(1) - 1, 0)
         within = at - self.starts[owner]
         self.there = within < self.counts[owner]
-        before = (cache.tokens + cache.tail).at[packed.rows].get(mode="fill", fill_value=0)
-        self.positions = before[owner] + within  # i32[T]
+        self.before = (
+            (cache.tokens + cache.tail).at[packed.rows].get(mode="fill", fill_value=0)
+        )  # i32[S]: tokens of the rows
+        self.positions = self.before[owner] + within  # i32[T]
         self.last = jnp.clip(self.starts + packed.counts - 1, 0, size - 1)  # i32[S]
         # Of each chunk's tokens among all, beyond them for padding; and of each token among those of all chunks.
         self._apart = jnp.where(at < self.counts[:, None], self.starts[:, None] + at, size)  # [S, T]
@@ -107,17 +110,23 @@ class PackedLayers(Layers):
             )
         ]
         shape, pages = (packed.tokens.shape[0], *self._heads), self.row_pages(packed.rows)
-        self._attention = ChunkAttention.of_several(
-            shape, dtype, pages, self._logits, (places.starts, places.counts)
-        )
+        where = places.starts, places.counts
+        self._attention = ChunkAttention.of_several(shape, dtype, pages, self._logits, where)
+        self._window_attention = None
+        if rings := plan.rings:
+            numbers = row_rings(rings, cache.row(packed.rows).pages, cache.layout)
+            self._rings = RingChunks(rings, numbers, places.before, places.starts, shape[0])
+            self._window_attention = WindowAttention.of_several(
+                shape, dtype, rings.window, self._rings.behind, cache.pool, self._logits,
+                (*where, self._rings.key_starts),
+            )  # fmt: skip
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
     ) -> jax.Array:
         """Attention of all chunks' q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` as for `ChunkLayers`."""
         k, v = self._finite(k), self._finite(v)
-        if self._attention and self._window_number(layer) is None:
-            parts = self._attention(self._config.full_layers.index(layer), q, k, v)
+        if parts := self._at_once(layer, q, k, v):
             out, lse = map(self._places.or_zero, parts)
         else:
             qs, ks, vs = map(self._places.apart, (q, k, v))
@@ -128,6 +137,19 @@ class PackedLayers(Layers):
         for chunk in self._chunks:
             chunk.take(layer, q, k, v, lse)
         return out
+
+    def _at_once(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Attention and log-sum-exp of all chunks by one call, anything in rows of none; None where nothing does that."""
+        number = self._window_number(layer)
+        if number is None:
+            full = self._config.full_layers.index(layer)
+            return self._attention(full, q, k, v) if self._attention else None
+        if self._window_attention is None:
+            return None
+        keys, values = self._rings.with_history(self._cache.pool, number, k, v)
+        return self._window_attention(q, keys, values)
 
     @property
     def kept(self) -> list[Any]:

@@ -95,6 +95,14 @@ class Rings:
         table[:heads] = np.arange(heads)
         return table.reshape(-1, self.heads_per_page)
 
+    def seen_before(self, columns: int) -> int:
+        """Entries before a chunk that its first query sees at most, of rows with so many columns for each ring."""
+        return min(self.window - 1, columns * self.page_size)
+
+    def page_at(self, position: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Which of the pages i32[..., C] of a ring holds each position."""
+        return position // self.page_size % numbers.shape[-1]
+
     def group_pages(self, tokens: Any) -> Any:
         """Pages of each group for `tokens` tokens int32[...]: int32[...]. NumPy in, NumPy out; JAX in, JAX out."""
         pages = tokens // self.page_size + (tokens % self.page_size > 0)
@@ -156,21 +164,67 @@ def with_history(
     less one, or what a row can hold if that is less: first the min(before, H) that are there, then at once the chunk's.
     Rows past the chunk are finite and mean nothing.
     """
-    size, columns = rings.page_size, chunk.numbers.shape[1]
-    most = min(rings.window - 1, columns * size)
+    most = rings.seen_before(chunk.numbers.shape[1])
     behind = jnp.minimum(chunk.before, most)
     position = chunk.before - behind + np.arange(most)
-    number = chunk.numbers[rings.group_of[layer], (position // size % columns)[:, None]]  # [H, K]
-    column, slot = rings.column_of[layer], (position % size)[:, None]
+    number = chunk.numbers[rings.group_of[layer], rings.page_at(position, chunk.numbers)[:, None]]
+    held = _entries(rings, pool, number, layer, position, k.dtype)
 
-    def joined(which: int, new: jax.Array) -> jax.Array:
-        held = byte_pages.entries_at(pool, (number, which, column), slot, new.dtype)
+    def joined(held: jax.Array, new: jax.Array) -> jax.Array:
         # As many rows as the kernel's copies take, or it would have to copy them all into such an array.
-        total = -(-(most + len(new)) // chunk_prefill.ALIGN) * chunk_prefill.ALIGN
+        total = _aligned(most + len(new))
         rows = jnp.concatenate([held, jnp.zeros((total - most, *new.shape[1:]), new.dtype)])
         return jax.lax.dynamic_update_slice_in_dim(rows, new, behind, 0)
 
-    return joined(0, k), joined(1, v)
+    return joined(held[0], k), joined(held[1], v)
+
+
+class RingChunks:
+    """Chunks of several rows, as their rings see them: keys of each in a segment of one array. The same in all layers."""
+
+    def __init__(
+        self, rings: Rings, numbers: jax.Array, before: jax.Array, starts: jax.Array, size: int
+    ) -> None:
+        """`numbers` i32[S, groups, C] the rows' pages, `before` i32[S] tokens of each before its chunk.
+
+        `starts` i32[S]: where the chunks begin among `size` tokens, multiples of 8.
+        """
+        most = rings.seen_before(numbers.shape[2])
+        self._rings, self._numbers = rings, numbers
+        self.behind = jnp.minimum(before, most)  # i32[S]
+        # Of each segment, with room for what lies between two chunks among the tokens.
+        self.key_starts = starts + np.arange(len(numbers), dtype=np.int32) * _aligned(most)
+        row = np.arange(len(numbers) * _aligned(most) + _aligned(size))
+        self._chunk = (row[:, None] >= self.key_starts[1:]).sum(1)  # i32[rows]
+        within = row - self.key_starts[self._chunk]
+        self._position = before[self._chunk] - self.behind[self._chunk] + within
+        self._ahead = within - self.behind[self._chunk]  # tokens after the chunk's first
+        self._token = jnp.clip(starts[self._chunk] + self._ahead, 0, size - 1)
+
+    def with_history(
+        self, pool: jax.Array, layer: int, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """As `with_history` for one, of each chunk in its segment: k and v [T, K, D] -> [S * H + T, K, D] and a few more."""
+        rings, at = self._rings, self._rings.page_at(self._position, self._numbers)
+        number = self._numbers[self._chunk[:, None], rings.group_of[layer], at[:, None]]
+        held = _entries(rings, pool, number, layer, self._position, k.dtype)
+        new = (self._ahead >= 0)[:, None, None]
+        keys, values = (jnp.where(new, x[self._token], h) for x, h in zip((k, v), held, strict=True))
+        return keys, values
+
+
+def _entries(
+    rings: Rings, pool: jax.Array, number: jax.Array, layer: int, position: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [n, K, D] of a sliding layer at `position` i32[n], in pages i32[n, K]."""
+    column, slot = rings.column_of[layer], (position % rings.page_size)[:, None]
+    keys, values = (byte_pages.entries_at(pool, (number, which, column), slot, dtype) for which in range(2))
+    return keys, values
+
+
+def _aligned(rows: int) -> int:
+    """As many as the kernel's copies take, or a few more."""
+    return -(-rows // chunk_prefill.ALIGN) * chunk_prefill.ALIGN
 
 
 def chunk_pages(rings: Rings, chunk: RingChunk, size: int) -> tuple[jax.Array, jax.Array]:

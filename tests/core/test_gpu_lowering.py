@@ -101,18 +101,21 @@ def test_drafts_lower(hopper, caplog, dtype):
     assert not caplog.records
 
 
-def test_packed_chunks_lower(hopper, caplog):
-    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5), 2, 16)
-    params = random_params(CONFIG, 0, dtype=jnp.bfloat16)
+@pytest.mark.parametrize(("config", "count"), [(CONFIG, 3), (GEMMA2, 5)], ids=["", "windows"])
+def test_packed_chunks_lower(hopper, caplog, config, count):
+    """As many kernels as of one chunk, those of layers with a window of their own shapes."""
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
+    plan = tj.CachePlan.build(profile, 2, 16, sliding=tj.SlidingLayers.of(config, 32))
+    params = random_params(config, 0, dtype=jnp.bfloat16)
     cache = tj.init_cache(
-        plan, CONFIG, num_pages=64, max_requests=4, max_tokens=2048, max_tail=64, dtype=jnp.bfloat16
+        plan, config, num_pages=64, max_requests=4, max_tokens=2048, max_tail=32, dtype=jnp.bfloat16
     )
     packed = tj.Packed(*(np.zeros(n, np.int32) for n in (2, 64, 2)))
     text = lowered(
-        lambda params, cache, *given: tj.step(params, CONFIG, plan, tj.get_scorer("snapkv"), cache, *given),
+        lambda params, cache, *given: tj.step(params, config, plan, tj.get_scorer("snapkv"), cache, *given),
         params, cache, packed, None,
     )  # fmt: skip
-    assert kernels(text) == 3  # as of one chunk
+    assert kernels(text) == count
     assert "stablehlo.while" not in text
     assert not caplog.records
 

@@ -221,20 +221,25 @@ def test_fp8_weights_are_the_floats_that_they_stand_for(caplog):
 
 
 @pytest.mark.parametrize("scorer", [SNAPKV, GAUSSIAN], ids=["snapkv", "expected_attention"])
-@pytest.mark.parametrize("packed", [False, True], ids=["a list", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "config"),
+    [(False, CONFIG), (True, CONFIG), (True, GPT_OSS)],
+    ids=["a list", "packed", "packed, windows and sinks"],
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
-def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, scorer, caplog):
+def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, config, scorer, caplog):
     """Under budgets of their own, beside a row that decodes, and with a chunk of no row."""
-    profile = tj.BudgetProfile.from_ratios(
-        np.random.default_rng(0).uniform(0.1, 0.9, (1, *HEADS)).astype(np.float32), retention=0.5, alpha=0.0
-    )
-    plan = tj.CachePlan.build(profile, 2, 16, max_retention=1.0)
-    params = random_params(CONFIG, 0, dtype=jnp.bfloat16)
+    shape = 1, len(config.full_layers), config.num_kv_heads
+    ratios = np.random.default_rng(0).uniform(0.1, 0.9, shape).astype(np.float32)
+    profile = tj.BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0)
+    sliding = tj.SlidingLayers.of(config, max_tail=64)
+    plan = tj.CachePlan.build(profile, 2, 16, max_retention=1.0, sliding=sliding)
+    params = random_params(config, 0, dtype=jnp.bfloat16)
     cache = tj.init_cache(
-        plan, CONFIG, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
+        plan, config, num_pages=4096, max_requests=4, max_tokens=2048, max_tail=64, dtype=dtype
     )
     rng = np.random.default_rng(1)
-    texts = [rng.integers(8, CONFIG.vocab_size, n).astype(np.int32) for n in (300, 250, 128)]
+    texts = [rng.integers(8, config.vocab_size, n).astype(np.int32) for n in (300, 250, 128)]
     prefill, decode = functions()
     for row, (text, retention) in enumerate(zip(texts, (None, 0.2, 1.0), strict=True)):
         budgets = plan.budgets_at(retention)
@@ -244,7 +249,7 @@ def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, scorer, caplog)
             part = text[start : start + 128]
             padded, count = np.pad(part, (0, 128 - len(part))), np.int32(len(part))
             _, cache = prefill(
-                params, CONFIG, plan, cache, scorer=scorer, row=np.int32(row), tokens=padded, count=count
+                params, config, plan, cache, scorer=scorer, row=np.int32(row), tokens=padded, count=count
             )
     sizes = ((1, 56), (2, 68), (4, 0)) if packed else ((1, 100), (2, 128), (4, 1))
     more = [tj.Chunk(np.int32(row), texts[0][:128], np.int32(n)) for row, n in sizes]
@@ -252,17 +257,19 @@ def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, scorer, caplog)
     token = tj.Decode(np.array([0], np.int32), np.array([9], np.int32))
     apart = jax.tree.map(jnp.copy, cache)
     both, cache = jax.jit(tj.step, static_argnums=(1, 2, 3))(
-        params, CONFIG, plan, scorer, cache, together if packed else more, token
+        params, config, plan, scorer, cache, together if packed else more, token
     )
     assert "Scores are taken by XLA operations" not in caplog.text
     alone = []
     for chunk in more[:2]:
         out, apart = prefill(
-            params, CONFIG, plan, apart, scorer=scorer, row=chunk.row, tokens=chunk.tokens, count=chunk.valid
+            params, config, plan, apart, scorer=scorer, row=chunk.row, tokens=chunk.tokens, count=chunk.valid
         )
         alone.append(out)
-    out, apart = decode(params, CONFIG, plan, apart, rows=token.rows, tokens=token.tokens)
-    for got, want in zip(both[np.array([0, 1, 3])], [*alone, out[0]], strict=True):
-        assert relative(got, want) < 5e-2
+    out, apart = decode(params, config, plan, apart, rows=token.rows, tokens=token.tokens)
     for name in ("tokens", "tail", "table", "num_free"):
         np.testing.assert_array_equal(getattr(cache, name), getattr(apart, name))
+    rows, tokens = np.array([1, 2], np.int32), np.array([10, 11], np.int32)
+    after, want = (decode(params, config, plan, c, rows=rows, tokens=tokens)[0] for c in (cache, apart))
+    for got, want in zip([*both[np.array([0, 1, 3])], *after], [*alone, out[0], *want], strict=True):
+        assert relative(got, want) < 5e-2
