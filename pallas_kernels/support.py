@@ -70,10 +70,11 @@ def check_candidates(
 ) -> None:
     """Raises NotImplementedError, naming the feature, for candidates that the scoring kernels do not take.
 
-    They are a tail [2, M, Hp, W, D], then a chunk of queries q [T, N, D] and `others`, keys or values, of the same dtype.
+    They are a tail [..., 2, M, Hp, W, D], then a chunk of queries q [T, N, D] and `others`, keys or values, of the same
+    dtype.
     """
     check_one_device(tail)
-    (chunk, _, head_dim), capacity = q.shape, tail.shape[3]
+    (chunk, _, head_dim), capacity = q.shape, tail.shape[-2]
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension {head_dim}: the kernels have {HEAD_DIMS}")
     dtypes = [str(x.dtype) for x in (q, *others, tail)]

@@ -1,6 +1,9 @@
 """Scores of a chunk's candidates, layer by layer: the one place that decides what computes them."""
 
+from __future__ import annotations
+
 import logging
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import jax
@@ -48,26 +51,26 @@ class ChunkScores:
         `start` i32[]: where the chunk's rows begin among those of several; None: it has all of them.
         """
         self._start = start
-        self._plan, self._config, self._scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
-        self._to_logits = AttentionLogits.of(config)
-        self._place = np.stack([plan.group_of, plan.column_of], axis=-1)
+        self._plan, self._config, self.scorer, self._what, self._tail = plan, config, scorer, what, tail_kv
+        self.to_logits = AttentionLogits.of(config)
+        self.place = np.stack([plan.group_of, plan.column_of], axis=-1)
         self._layers: list[jax.Array] = []  # scores
 
         self._sums: list[jax.Array] = []
         self._queries: jax.Array | int = 0
 
-        self._logits: list[tuple[jax.Array, jax.Array]] = []
-        self._turns: tuple[jax.Array, jax.Array] | None = None  # the same in all layers
+        self.logits: list[list[jax.Array]] = []  # those of the candidates, and their values' squared norms
+        self._gaussians = Gaussians([self])
 
     def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
         """The chunk's q [T, N, D], k and v [T, K, D], and f32[T, N] natural log-sum-exp over all that q saw."""
         try:
-            if _by_logits(self._scorer):  # of all rows there are: those of other chunks are left out
-                self._logits.append(self._gaussian_logits(self._scorer, layer, q, k, v))
+            if _by_logits(self.scorer):
+                self._gaussians.add(layer, q, k, v)
                 return
-            if _by_sums(self._scorer):
+            if _by_sums(self.scorer):
                 own_q, own_k, own_lse = map(self._own, (q, k, lse))
-                self._sums.append(self._window_sums(self._scorer, layer, own_q, own_k, own_lse))
+                self._sums.append(self._window_sums(self.scorer, layer, own_q, own_k, own_lse))
                 return
         except NotImplementedError as reason:
             if jax.default_backend() == "gpu" and not layer:
@@ -89,24 +92,24 @@ class ChunkScores:
             positions=self._what.positions,
             valid=self._what.valid[group],
             inv_freq=rope_frequencies(self._config),
-            **self._to_logits._asdict(),
+            **self.to_logits._asdict(),
         )
-        self._layers.append(scores_of(self._scorer, inputs))
+        self._layers.append(scores_of(self.scorer, inputs))
 
     def result(self) -> jax.Array:
         """f32[M, Hp, C]: the scores by group and column."""
-        if not (self._sums or self._logits):
+        if not (self._sums or self.logits):
             return by_group(self._plan, jnp.stack(self._layers))
         valid = self._what.valid[self._plan.group_of]  # [L, K, C]
         shape, flat = valid.shape, (-1, valid.shape[-1])
-        if _by_sums(self._scorer):
+        if _by_sums(self.scorer):
             sums = jnp.stack(self._sums).reshape(flat)
-            scores = self._scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
-        elif _by_logits(self._scorer):
-            logits, squares = (self._own_last(jnp.stack(x)) for x in zip(*self._logits, strict=True))
+            scores = self.scorer.from_sums(sums, jnp.asarray(self._queries), valid.reshape(flat))
+        elif _by_logits(self.scorer):
+            logits, squares = (jnp.stack(x) for x in zip(*self.logits, strict=True))
             by_head = logits.reshape(-1, self._config.group_size, shape[-1])  # [L * K, G, C]
             norms = jnp.sqrt(squares).reshape(flat)
-            scores = self._scorer.from_logits(by_head, norms, valid.reshape(flat), self._what.positions)
+            scores = self.scorer.from_logits(by_head, norms, valid.reshape(flat), self._what.positions)
         return by_group(self._plan, scores.reshape(shape))
 
     def _own(self, rows: jax.Array) -> jax.Array:
@@ -117,12 +120,21 @@ class ChunkScores:
         mine = jnp.where(at < self._what.valid_tokens, self._start + at, len(rows))
         return rows.at[mine].get(mode="fill", fill_value=0)
 
-    def _own_last(self, x: jax.Array) -> jax.Array:
-        """[..., W + T] of the tail and of all rows -> with the chunk's own first after the tail."""
-        if self._start is None:
-            return x
-        tail, at = self._tail.shape[3], np.arange(x.shape[-1])
-        return x.at[..., jnp.where(at < tail, at, at + self._start)].get(mode="clip")
+    def gaussian(self) -> dict[str, jax.Array]:
+        """What `gaussian.gaussian_logits` is to know of the chunk, the same in all layers."""
+        assert _by_logits(self.scorer)
+        what, slots = self._what, self._what.positions.shape[0] - self._tail.shape[3]
+        turns, count = self.scorer.turns(
+            what.positions[-slots:], what.valid_tokens, rope_frequencies(self._config)
+        )
+        return {
+            "turns": turns,
+            "count": count,
+            "tail": self._tail,
+            "unlocked": what.unlocked,
+            "starts": jnp.int32(0) if self._start is None else self._start,
+            "sizes": what.valid_tokens,
+        }
 
     def _window_sums(
         self, scorer: WindowScorer, layer: int, q: jax.Array, k: jax.Array, lse: jax.Array
@@ -131,34 +143,47 @@ class ChunkScores:
         self._queries = jnp.minimum(self._what.valid_tokens, scorer.window) * (q.shape[1] // k.shape[1])
         return keep.window_sums(
             q, k, self._tail, lse,
-            place=self._place,
+            place=self.place,
             layer=jnp.int32(layer),
             unlocked=self._what.unlocked,
             count=self._what.valid_tokens,
             window=scorer.window,
             power=scorer.power,
-            **self._to_logits._asdict(),
+            **self.to_logits._asdict(),
         )  # fmt: skip
 
-    def _gaussian_logits(
-        self, scorer: GaussianScorer, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """(f32[N, C], f32[K, C]): logits, and squared norms of the values, by the kernels. Raises NotImplementedError."""
-        if self._turns is None:
-            positions = self._what.positions[-q.shape[0] :]
-            turns, count = scorer.turns(positions, self._what.valid_tokens, rope_frequencies(self._config))
-            if self._start is not None:  # rows of zeros follow the chunk's
-                at = np.arange(len(turns)) - self._start
-                turns = turns.at[jnp.where(at < 0, len(turns), at)].get(mode="fill", fill_value=0)
-            self._turns = turns, count
+
+class Gaussians:
+    """Logits under a Gaussian model of the queries of one chunk, or of several at once, for the scores of each."""
+
+    def __init__(self, chunks: Sequence[ChunkScores]) -> None:
+        """Of chunks whose rows are among the same ones."""
+        self._chunks = chunks
+        self._given: dict[str, jax.Array] | None = None  # the same in all layers
+
+    @classmethod
+    def of_several(cls, chunks: Sequence[ChunkScores]) -> Gaussians | None:
+        """None where the scorer has no use for them."""
+        return cls(chunks) if _by_logits(chunks[0].scorer) else None
+
+    def add(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+        """All rows there are, q [T, N, D], k and v [T, K, D]. Raises NotImplementedError, and nothing is added."""
+        if self._given is None:
+            each = [chunk.gaussian() for chunk in self._chunks]
+            self._given = {name: jnp.stack([x[name] for x in each]) for name in each[0]}
+        one = self._chunks[0]
         logits, squares = gaussian.gaussian_logits(
-            q, *self._turns, k, v, self._tail,
-            place=self._place,
+            q,
+            keys=k,
+            values=v,
+            place=one.place,
             layer=jnp.int32(layer),
-            unlocked=self._what.unlocked,
-            scale=self._to_logits.scale,
-        )  # fmt: skip
-        return self._to_logits._replace(scale=1.0)(logits), squares
+            scale=one.to_logits.scale,
+            **self._given,
+        )
+        logits = one.to_logits._replace(scale=1.0)(logits)
+        for chunk, *of_chunk in zip(self._chunks, logits, squares, strict=True):
+            chunk.logits.append(of_chunk)
 
 
 def _by_sums(scorer: Scorer) -> TypeGuard[WindowScorer]:

@@ -1,7 +1,8 @@
 """Chunks of several rows in one run of tokens, so that the model's matrix products see little padding.
 
 On a Hopper GPU one kernel does the attention of all of them; elsewhere, and over pages of bytes that are compressed, each
-chunk's is done as if it were alone in as many token slots as all have. Scores and writing are each chunk's own.
+chunk's is done as if it were alone in as many token slots as all have. Expected Attention's logits are taken of all at
+once as well; what else is scored, and writing, is each chunk's own.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from models.sinks import with_sinks
 from pallas_kernels.chunk_prefill import ALIGN
 from tangram_jax.attention import ChunkAttention, WindowAttention
 from tangram_jax.cache import Cache
+from tangram_jax.chunk_scores import Gaussians
 from tangram_jax.plan import CachePlan
 from tangram_jax.rings import RingChunks, row_rings
 from tangram_jax.scorers import Scorer
@@ -109,6 +111,7 @@ class PackedLayers(Layers):
                 packed.rows, jnp.maximum(places.counts, 1), places.starts, strict=True
             )
         ]
+        self._gaussians = Gaussians.of_several([chunk.scores for chunk in self._chunks])
         shape, pages = (packed.tokens.shape[0], *self._heads), self.row_pages(packed.rows)
         where = places.starts, places.counts
         self._attention = ChunkAttention.of_several(shape, dtype, pages, self._logits, where)
@@ -133,10 +136,23 @@ class PackedLayers(Layers):
             each = [chunk.attend(layer, qs[i], ks[i], vs[i]) for i, chunk in enumerate(self._chunks)]
             out, lse = map(self._places.together, zip(*each, strict=True))
         out, lse = with_sinks(out, lse, sinks)
-        q = jnp.where(jnp.isfinite(q), q, 0)  # scores leave other chunks' queries out, by zeros
         for chunk in self._chunks:
-            chunk.take(layer, q, k, v, lse)
+            chunk.take(k, v)
+        q = jnp.where(jnp.isfinite(q), q, 0)  # scores leave other chunks' queries out, by zeros
+        self._score(layer, q, k, v, lse)
         return out
+
+    def _score(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
+        if self._gaussians and self._window_number(layer) is None:
+            try:
+                with jax.named_scope("score"):
+                    flat = q.reshape(len(q), self._config.num_heads, -1)
+                    self._gaussians.add(self._config.full_layers.index(layer), flat, k, v)
+                return
+            except NotImplementedError:
+                self._gaussians = None  # each one's scores say why
+        for chunk in self._chunks:
+            chunk.score(layer, q, k, v, lse)
 
     def _at_once(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array

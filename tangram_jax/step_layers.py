@@ -87,13 +87,13 @@ class ChunkLayers(Layers):
         dtype: Any,
         start: jax.Array | None = None,
     ) -> None:
-        """`dtype` of the activations; `start` i32[]: where the chunk begins in what `take` gets, if that is of several."""
+        """`dtype` of the activations; `start` i32[]: where it begins in what `score` and `take` get, if of several."""
         super().__init__(plan, config, cache)
         row, self._size, self._start = jnp.asarray(chunk.row), chunk.tokens.shape[0], start
         self._shape, self._dtype = (self._size, *self._heads), dtype
         self._what = candidates(plan, cache, row, self._size, chunk.valid)
         self._tail = read_tail(plan, cache, row, dtype)
-        self._scores = ChunkScores(plan, config, scorer, self._what, self._tail, start)
+        self.scores = ChunkScores(plan, config, scorer, self._what, self._tail, start)
         if rings := plan.rings:
             numbers = row_rings(rings, cache.row(row).pages, cache.layout)
             self._rings = RingChunk(numbers, self._what.before, jnp.asarray(chunk.valid))
@@ -110,7 +110,8 @@ class ChunkLayers(Layers):
         """Attention of the chunk's q [T, K, G, D], k and v [T, K, D]: [T, K, G, D]. `sinks` [K, G]: see `models.sinks`."""
         k, v = self._finite(k), self._finite(v)
         out, lse = with_sinks(*self.attend(layer, q, k, v), sinks)
-        self.take(layer, q, k, v, lse)
+        self.take(k, v)
+        self.score(layer, q, k, v, lse)
         return out
 
     def attend(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,14 +123,17 @@ class ChunkLayers(Layers):
         keys, values = with_history(self._plan.rings, self._cache.pool, self._rings, number, k, v)
         return self._window_attention(q, keys, values)
 
-    def take(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
-        """What of a layer is to be scored and written, f32[T, K, G] `lse` over all that q saw."""
+    def take(self, k: jax.Array, v: jax.Array) -> None:
+        """What of the next layer is to be written."""
         self._layers.append((k, v))
+
+    def score(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, lse: jax.Array) -> None:
+        """Candidates of a layer, unless it has a window; f32[T, K, G] `lse` over all that q saw."""
         if self._window_number(layer) is None:
             with jax.named_scope("score"):
                 flat = q.reshape(self._size, self._config.num_heads, -1)
                 number = self._config.full_layers.index(layer)
-                self._scores.add(number, flat, k, v, lse.reshape(self._size, -1))
+                self.scores.add(number, flat, k, v, lse.reshape(self._size, -1))
 
     # Made where they are used: several chunks may have one for all.
 
@@ -149,7 +153,7 @@ class ChunkLayers(Layers):
         tail, layers = kept
         full, sliding = self._by_kind(layers)
         with jax.named_scope("keep"):
-            order = select(self._plan, cache, self._what, self._scores.result())
+            order = select(self._plan, cache, self._what, self.scores.result())
             keys, values = [k for k, _ in full], [v for _, v in full]
             cache = write(self._plan, cache, self._what, order, tail, keys, values, self._start)
         # After the others: they take the tail, which was read from the pool, and no write may come before that read.

@@ -1,8 +1,8 @@
 """Logits of a chunk's candidates under a Gaussian model of queries for Hopper GPUs, in Pallas' Mosaic GPU.
 
-A CTA has one query head's matrix in shared memory and goes through a share of the candidates of its KV head tile by tile,
-of the tail and of the chunk, each read where it lies (TMA). The query heads of a KV head share the candidates' values: each
-takes the norms of its part of the tiles, after its logits and through the same slots.
+A CTA has the matrix of one query head of one chunk in shared memory and goes through a share of the candidates of its KV
+head tile by tile, of the tail and of the chunk, each read where it lies (TMA). The query heads of a KV head share the
+candidates' values: each takes the norms of its part of the tiles, after its logits and through the same slots.
 """
 
 import functools
@@ -35,29 +35,36 @@ def candidate_logits_mosaic_gpu(
     place: np.ndarray,
     layer: jax.Array,
     unlocked: jax.Array,
+    starts: jax.Array | np.ndarray,
+    sizes: jax.Array | np.ndarray,
+    most: int,
     ctas: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.candidate_logits_reference`."""
+    """Of each chunk, at most `most` tokens, what `reference.candidate_logits_reference` gives of one."""
     # A matrix of dimension 256 takes half the shared memory of an SM.
     ctas = ctas or num_sms() * (2 if keys.shape[2] <= 128 else 1)
     return _call(
-        jnp.asarray(layer, i32), unlocked.astype(i32), jnp.asarray(place, i32),
-        linear, quadratic, keys, values, tail, ctas=ctas, interpret=interpret,
+        *(jnp.asarray(x, i32) for x in (layer, unlocked, place, starts, sizes)),
+        linear, quadratic, keys, values, tail, most=most, ctas=ctas, interpret=interpret,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("ctas", "interpret"))
-def _call(layer, unlocked, place, linear, quadratic, keys, values, tail, *, ctas, interpret):
+@functools.partial(jax.jit, static_argnames=("most", "ctas", "interpret"))
+def _call(
+    layer, unlocked, place, starts, sizes, linear, quadratic, keys, values, tail, *, most, ctas, interpret
+):
     # One jitted function for all layers, nothing of a layer static: one kernel text, compiled once.
-    (chunk, kv_heads, head_dim), heads, capacity = keys.shape, linear.shape[0], tail.shape[3]
-    tail_tiles, chunk_tiles = (pl.cdiv(x, TILE) for x in (capacity, chunk))
+    (_, kv_heads, head_dim), (chunks, heads, _), capacity = keys.shape, linear.shape, tail.shape[4]
+    tail_tiles, chunk_tiles = (pl.cdiv(x, TILE) for x in (capacity, most))
     tiles = tail_tiles + chunk_tiles
-    splits = max(1, min(tiles, ctas // heads))
+    splits = max(1, min(tiles, ctas // (chunks * heads)))
     slots = min(SLOT_BYTES // (2 * TILE * head_dim), pl.cdiv(tiles, splits) + 1)
-    # A head's place and its first tile with a candidate that exists in one row: one read instead of a chain of two.
-    first = lax.div(capacity - unlocked[place[..., :1]], i32(TILE))
-    heads_at = jnp.concatenate([place, first], axis=-1)  # [L, K, 3]
+    # Of each chunk and head the place, the first tile with a candidate that exists, and of the chunk where it begins and its
+    # tiles, in one row: one read instead of a chain of two.
+    first = lax.div(capacity - unlocked[:, place[..., 0]], i32(TILE))  # [S, L, K]
+    values_of = [*jnp.moveaxis(place, -1, 0), first, *(x[:, None, None] for x in (starts, -(-sizes // TILE)))]
+    heads_at = jnp.stack([jnp.broadcast_to(x, first.shape) for x in values_of], axis=-1)
 
     def candidate_logits(*refs: Any) -> None:  # the name that profiles show
         tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
@@ -71,20 +78,21 @@ def _call(layer, unlocked, place, linear, quadratic, keys, values, tail, *, ctas
 
     kernel = plgpu.kernel(
         candidate_logits,
-        out_type=tuple(jax.ShapeDtypeStruct((n, tiles * TILE), f32) for n in (heads, kv_heads)),
-        grid=(splits, heads),
+        out_type=tuple(jax.ShapeDtypeStruct((chunks * n, tiles * TILE), f32) for n in (heads, kv_heads)),
+        grid=(splits, chunks * heads),
         grid_names=("split", "head"),
         **({} if interpret is None else {"interpret": interpret}),
     )
+    linear, quadratic, tail = (x.reshape(-1, *x.shape[2:]) for x in (linear, quadratic, tail))
     out = kernel(layer[None], heads_at, linear, quadratic, keys, values, tail)
-    return tuple(_without_gaps(x, capacity, chunk) for x in out)
+    return tuple(_without_gaps(x.reshape(chunks, -1, x.shape[-1]), capacity, most) for x in out)
 
 
 def _without_gaps(x: jax.Array, capacity: int, chunk: int) -> jax.Array:
     start = pl.cdiv(capacity, TILE) * TILE
     if start == capacity:
-        return x[:, : capacity + chunk]
-    return jnp.concatenate([x[:, :capacity], x[:, start : start + chunk]], axis=1)
+        return x[..., : capacity + chunk]
+    return jnp.concatenate([x[..., :capacity], x[..., start : start + chunk]], axis=-1)
 
 
 def _kernel(
@@ -94,12 +102,15 @@ def _kernel(
     matrix_s: Any, slots_s: Any, matrix_loaded: Any, loaded: Any,
 ) -> None:  # fmt: skip
     slots, _, head_dim = slots_s.shape
-    group = linear.shape[0] // keys.shape[1]
+    kv_heads, group = keys.shape[1], linear.shape[0] // norms.shape[0]
     split, head = lax.axis_index("split"), lax.axis_index("head")
-    kv_head, turn = lax.div(head, i32(group)), lax.rem(head, i32(group))
+    norm_row, turn = lax.div(head, i32(group)), lax.rem(head, i32(group))
+    which_chunk, kv_head = lax.div(norm_row, i32(kv_heads)), lax.rem(norm_row, i32(kv_heads))
     plgpu.copy_gmem_to_smem(quadratic.at[head], matrix_s, matrix_loaded)
-    cache_group, column, begin = (heads_at[layer[0], kv_head, n] for n in range(3))
-    there = logits.shape[1] // TILE - begin
+    cache_group, column, begin, chunk_start, chunk_tiles = (
+        heads_at[which_chunk, layer[0], kv_head, n] for n in range(5)
+    )
+    there = tail_tiles + chunk_tiles - begin
     start, end = (begin + lax.div((split + n) * there, i32(splits)) for n in range(2))
     mine = end - start
     # Norms: of every group-th tile, the first at or after `start` whose remainder is this head's.
@@ -118,12 +129,12 @@ def _kernel(
             @pl.when(of_kind & (tile < tail_tiles))
             def _tail(which: int = which) -> None:
                 row = pl.multiple_of(tile * TILE, TILE)
-                source = tail.at[which, cache_group, column, pl.ds(row, TILE)]
+                source = tail.at[2 * which_chunk + which, cache_group, column, pl.ds(row, TILE)]
                 plgpu.copy_gmem_to_smem(source, slots_s.at[slot], loaded.at[slot])
 
             @pl.when(of_kind & (tile >= tail_tiles))
             def _chunk(chunk: Any = chunk) -> None:
-                row = pl.multiple_of((tile - tail_tiles) * TILE, TILE)
+                row = pl.multiple_of(chunk_start + (tile - tail_tiles) * TILE, 8)
                 target = slots_s.at[slot] if held == TILE else slots_s.at[slot, pl.ds(0, held)]
                 plgpu.copy_gmem_to_smem(chunk.at[pl.ds(row, held), kv_head], target, loaded.at[slot])
 
@@ -150,7 +161,7 @@ def _kernel(
         one(n, logits, head, compute)
 
     def one_norm(n: Any, _: Any) -> None:
-        one(n, norms, kv_head, _square_norms)
+        one(n, norms, norm_row, _square_norms)
 
     lax.fori_loop(0, mine, one_logit, None)
     lax.fori_loop(mine, items, one_norm, None)

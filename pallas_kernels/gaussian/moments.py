@@ -1,8 +1,8 @@
 """Moments of turned queries for Hopper GPUs, in Pallas' Mosaic GPU.
 
-A CTA takes a share of the tokens of one query head, tile by tile: it loads the queries and what they are turned by (TMA),
-turns them in registers, rounds them to 16 bits in shared memory, and adds the tile's products, transposed by itself, to
-sums in registers. Products of one tile run while the next is turned. Shares are added up by XLA.
+A CTA takes a share of one chunk's tokens of one query head, tile by tile: it loads the queries and what they are turned by
+(TMA), turns them in registers, rounds them to 16 bits in shared memory, and adds the tile's products, transposed by itself,
+to sums in registers. Products of one tile run while the next is turned. Shares are added up by XLA.
 """
 
 import functools
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -29,29 +30,37 @@ def query_gaussian_mosaic_gpu(
     turns: jax.Array,
     count: jax.Array,
     *,
+    starts: jax.Array | np.ndarray,
+    sizes: jax.Array | np.ndarray,
     scale: float,
     ctas: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.query_gaussian_reference`."""
-    if missing := -q.shape[0] % TILE:
-        q, turns = (jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in (q, turns))
-    squares, sums = _moments(q, turns, ctas or num_sms(), interpret)
+    """Of each chunk what `reference.query_gaussian_reference` gives of one: (f32[S, N, D], [S, N, D, D])."""
+    if missing := -turns.shape[1] % TILE:
+        turns = jnp.pad(turns, ((0, 0), (0, missing), (0, 0)))
+    if len(q) < TILE:
+        q = jnp.pad(q, ((0, TILE - len(q)), (0, 0), (0, 0)))
+    squares, sums = _moments(q, turns, starts, sizes, ctas or num_sms(), interpret)
     # Added one by one, not reduced: XLA then makes one pass of this and of what follows.
-    mean = functools.reduce(jnp.add, sums) / count
-    second = functools.reduce(jnp.add, squares) / count
-    covariance = second - mean[:, :, None] * mean[:, None, :]
+    by_head = count[:, None, None]
+    mean = functools.reduce(jnp.add, sums) / by_head
+    second = functools.reduce(jnp.add, squares) / by_head[..., None]
+    covariance = second - mean[..., :, None] * mean[..., None, :]
     return scale * mean, (scale**2 / 2 * covariance).astype(q.dtype)
 
 
-def _moments(q: jax.Array, turns: jax.Array, ctas: int, interpret: Any) -> tuple[jax.Array, jax.Array]:
-    """(f32[S, N, D, D], f32[S, N, D]): sums of S shares of the tokens."""
-    tokens, heads, head_dim = q.shape
+def _moments(
+    q: jax.Array, turns: jax.Array, starts: Any, sizes: Any, ctas: int, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(f32[shares, S, N, D, D], f32[shares, S, N, D]): sums of shares of each chunk's tokens."""
+    (_, heads, head_dim), (chunks, slots, _) = q.shape, turns.shape
     rows = 128 if head_dim == 128 else 64  # of the product in one CTA's registers
-    blocks, tiles = head_dim // rows, tokens // TILE
-    splits = max(1, min(tiles, ctas // (heads * blocks)))
+    blocks, tiles = head_dim // rows, slots // TILE
+    splits = max(1, min(tiles, ctas // (chunks * heads * blocks)))
     half = min(64, head_dim // 2)  # columns of one tile in shared memory: turning takes two halves of a query
     tiled = (plgpu.TilingTransform((8, half)), plgpu.SwizzleTransform(2 * half))  # type: ignore[abstract]
+    where = jnp.stack([jnp.asarray(starts, i32), -(-jnp.asarray(sizes, i32) // TILE)], axis=-1)
 
     def query_moments(*refs: Any) -> None:  # the name that profiles show
         pl.run_scoped(
@@ -67,31 +76,37 @@ def _moments(q: jax.Array, turns: jax.Array, ctas: int, interpret: Any) -> tuple
     kernel = plgpu.kernel(
         query_moments,
         out_type=(
-            jax.ShapeDtypeStruct((splits, heads, head_dim, head_dim), f32),
-            jax.ShapeDtypeStruct((splits, heads, head_dim), f32),
+            jax.ShapeDtypeStruct((splits, chunks * heads, head_dim, head_dim), f32),
+            jax.ShapeDtypeStruct((splits, chunks * heads, head_dim), f32),
         ),
-        grid=(blocks, splits, heads),
+        grid=(blocks, splits, chunks * heads),
         grid_names=("block", "split", "head"),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(q, turns, jnp.ones((8, TILE), q.dtype))
+    out = kernel(where, q, turns, jnp.ones((8, TILE), q.dtype))
+    squares, sums = (x.reshape(splits, chunks, heads, *x.shape[2:]) for x in out)
+    return squares, sums
 
 
 def _kernel(
     rows: int, splits: int,
-    q: Any, turns: Any, ones: Any, squares: Any, sums: Any,
+    where: Any, q: Any, turns: Any, ones: Any, squares: Any, sums: Any,
     q_s: Any, turns_s: Any, turned_s: Any, ones_s: Any, loaded: Any, ones_loaded: Any,
 ) -> None:  # fmt: skip
-    head_dim, tiles = q.shape[2], q.shape[0] // TILE
+    _, heads, head_dim = q.shape
     block, split, head = (lax.axis_index(name) for name in ("block", "split", "head"))
+    chunk, q_head = lax.div(head, i32(heads)), lax.rem(head, i32(heads))
+    start, tiles = (where[chunk, n] for n in range(2))
     first = lax.div(split * tiles, i32(splits))
     mine = lax.div((split + 1) * tiles, i32(splits)) - first
 
     def load(n: Any) -> None:
         begin = pl.multiple_of((first + n) * TILE, TILE)
         slot = lax.rem(n, i32(STAGES))
-        plgpu.copy_gmem_to_smem(q.at[pl.ds(begin, TILE), head], q_s.at[slot], loaded.at[slot])
-        plgpu.copy_gmem_to_smem(turns.at[pl.ds(begin, TILE)], turns_s.at[slot], loaded.at[slot])
+        # Of the next chunk, or of nothing, where this one ends: `turns` has zeros there.
+        queries = q.at[pl.ds(pl.multiple_of(start + begin, 8), TILE), q_head]
+        plgpu.copy_gmem_to_smem(queries, q_s.at[slot], loaded.at[slot])
+        plgpu.copy_gmem_to_smem(turns.at[chunk, pl.ds(begin, TILE)], turns_s.at[slot], loaded.at[slot])
 
     for n in range(STAGES):
         pl.when(n < mine)(functools.partial(load, i32(n)))

@@ -16,12 +16,21 @@ def gaussian_logits_reference(
     place: np.ndarray,
     layer: jax.Array,
     unlocked: jax.Array,
+    starts: jax.Array | np.ndarray,
+    sizes: jax.Array | np.ndarray,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.gaussian.gaussian_logits`."""
-    linear, quadratic = query_gaussian_reference(q, turns, count, scale=scale)
     del unlocked
-    return candidate_logits_reference(linear, quadratic, keys, values, tail, place=place, layer=layer)
+
+    def of_chunk(turns, count, tail, start, size):
+        at = jnp.arange(turns.shape[0])
+        own = jnp.where(at < size, start + at, len(q))
+        q_own, k_own, v_own = (x.at[own].get(mode="fill", fill_value=0) for x in (q, keys, values))
+        linear, quadratic = query_gaussian_reference(q_own, turns, count, scale=scale)
+        return candidate_logits_reference(linear, quadratic, k_own, v_own, tail, place=place, layer=layer)
+
+    return jax.vmap(of_chunk)(turns, count, tail, jnp.asarray(starts), jnp.asarray(sizes))
 
 
 def query_gaussian_reference(

@@ -101,8 +101,12 @@ def test_drafts_lower(hopper, caplog, dtype):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("config", "count"), [(CONFIG, 3), (GEMMA2, 5)], ids=["", "windows"])
-def test_packed_chunks_lower(hopper, caplog, config, count):
+@pytest.mark.parametrize(
+    ("config", "scorer", "count"),
+    [(CONFIG, "snapkv", 3), (CONFIG, "expected_attention", 4), (GEMMA2, "snapkv", 5)],
+    ids=["sums", "moments", "windows"],
+)
+def test_packed_chunks_lower(hopper, caplog, config, scorer, count):
     """As many kernels as of one chunk, those of layers with a window of their own shapes."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
     plan = tj.CachePlan.build(profile, 2, 16, sliding=tj.SlidingLayers.of(config, 32))
@@ -112,7 +116,7 @@ def test_packed_chunks_lower(hopper, caplog, config, count):
     )
     packed = tj.Packed(*(np.zeros(n, np.int32) for n in (2, 64, 2)))
     text = lowered(
-        lambda params, cache, *given: tj.step(params, config, plan, tj.get_scorer("snapkv"), cache, *given),
+        lambda params, cache, *given: tj.step(params, config, plan, tj.get_scorer(scorer), cache, *given),
         params, cache, packed, None,
     )  # fmt: skip
     assert kernels(text) == count

@@ -270,6 +270,6 @@ def test_chunks_of_several_rows_are_each_as_alone(dtype, packed, config, scorer,
     for name in ("tokens", "tail", "table", "num_free"):
         np.testing.assert_array_equal(getattr(cache, name), getattr(apart, name))
     rows, tokens = np.array([1, 2], np.int32), np.array([10, 11], np.int32)
-    after, want = (decode(params, config, plan, c, rows=rows, tokens=tokens)[0] for c in (cache, apart))
-    for got, want in zip([*both[np.array([0, 1, 3])], *after], [*alone, out[0], *want], strict=True):
+    after, alike = (decode(params, config, plan, c, rows=rows, tokens=tokens)[0] for c in (cache, apart))
+    for got, want in zip([*both[np.array([0, 1, 3])], *after], [*alone, out[0], *alike], strict=True):
         assert relative(got, want) < 5e-2

@@ -310,13 +310,16 @@ def test_expected_attention_as_the_kernels_take_it(case, dtype):
     want = reference(scorer, x)
     x = dataclasses.replace(x, q=x.q.astype(dtype), k=x.k.astype(dtype), v=x.v.astype(dtype))
     turns, count = scorer.turns(x.q_positions, x.num_valid, x.inv_freq)
-    (kv_heads, size, _), nothing = x.k.shape, jnp.zeros((2, 1, len(x.k), 0, D), dtype)
+    (kv_heads, size, _), nothing = x.k.shape, jnp.zeros((1, 2, 1, len(x.k), 0, D), dtype)
+    behind = size - len(x.q)
+    q, turns = jnp.pad(x.q, ((0, behind), (0, 0), (0, 0))), jnp.pad(turns, ((0, behind), (0, 0)))
     z, squares = gaussian.gaussian_logits_reference(
-        x.q, turns, count, x.k.swapaxes(0, 1), x.v.swapaxes(0, 1), nothing,
+        q, turns[None], count[None], x.k.swapaxes(0, 1), x.v.swapaxes(0, 1), nothing,
         place=np.array([[[0, head] for head in range(kv_heads)]]),
-        layer=jnp.int32(0), unlocked=jnp.zeros(1, jnp.int32), scale=x.scale,
+        layer=jnp.int32(0), unlocked=jnp.zeros((1, 1), jnp.int32), scale=x.scale,
+        starts=np.array([0]), sizes=np.array([size]),
     )  # fmt: skip
-    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares), x.valid, x.positions)
+    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares[0]), x.valid, x.positions)
     np.testing.assert_array_equal(np.isneginf(scores), ~np.asarray(x.valid))
     error, usual = (np.abs(s - want)[np.asarray(x.valid)] for s in (scores, scorer.score(x)))
     assert error.max() < 1.5 * usual.max() + 1e-4

@@ -19,12 +19,9 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 def run_kernels(case: GaussianCase, interpret=None, ctas: int = 132):
     q, turns, count, *candidates = case.arrays
     options = dict(case.options)
-    linear, quadratic = query_gaussian_mosaic_gpu(
-        q, turns, count, scale=options.pop("scale"), ctas=ctas, interpret=interpret
-    )
-    return candidate_logits_mosaic_gpu(
-        linear, quadratic, *candidates, **options, ctas=ctas, interpret=interpret
-    )
+    where = {name: options[name] for name in ("starts", "sizes")} | {"ctas": ctas, "interpret": interpret}
+    linear, quadratic = query_gaussian_mosaic_gpu(q, turns, count, scale=options.pop("scale"), **where)
+    return candidate_logits_mosaic_gpu(linear, quadratic, *candidates, **options | where, most=turns.shape[1])
 
 
 @pytest.mark.parametrize(
@@ -35,6 +32,7 @@ def run_kernels(case: GaussianCase, interpret=None, ctas: int = 132):
         ({"head_dim": 128, "kv_heads": 1, "group": 3, "capacity": 104, "dtype": jnp.float16}, 4),
         ({"head_dim": 256, "kv_heads": 1, "group": 1, "chunk": 192, "count": 192}, 1),
         ({"chunk": 32, "count": 31, "unlocked": (64, 0, 20)}, 8),
+        ({"chunks": ((0, 33), (40, 0), (40, 70))}, 16),
     ],
     ids=str,
 )
@@ -52,7 +50,7 @@ def test_gaussian_logits(options, ctas):
     assert error < 0.03 / fine
     assert norm_error < 1e-6
     logits, norms, there = case.expected()
-    there = np.repeat(there, len(logits) // len(norms), axis=0)
+    there = np.repeat(there, logits.shape[1] // norms.shape[1], axis=1)
     # To the reference much nearer: what is left are covariances that are rounded the other way.
     assert np.abs(np.asarray(got[0]) - reference[0])[there].max() < 0.003
 
@@ -61,12 +59,12 @@ def test_moments_of_queries_far_from_zero():
     """Second moments are not centred before they are summed: a mean of 30 spreads must not drown the covariance."""
     case = make_gaussian(chunk=128, kv_heads=1, group=1, dtype=jnp.float16)
     q, turns, count = case.arrays[:3]
-    turns = jnp.zeros_like(turns).at[:, :32].set(1)
-    q = q + 30
-    _, got = query_gaussian_mosaic_gpu(q, turns, count, scale=1.0, interpret=INTERPRET)
+    turns = jnp.zeros_like(turns).at[..., :32].set(1)
+    q, where = q + 30, {name: case.options[name] for name in ("starts", "sizes")}
+    _, got = query_gaussian_mosaic_gpu(q, turns, count, **where, scale=1.0, interpret=INTERPRET)
     want = np.cov(np.asarray(q, np.float64)[:, 0].T, bias=True) / 2
-    assert np.abs(np.asarray(got[0], np.float64) - want).max() < 0.002 * want.max()
-    _, reference = query_gaussian_reference(q, turns, count, scale=1.0)
+    assert np.abs(np.asarray(got[0, 0], np.float64) - want).max() < 0.002 * want.max()
+    _, reference = query_gaussian_reference(q, turns[0], count[0], scale=1.0)
     assert np.abs(np.asarray(reference[0], np.float64) - want).max() < 0.002 * want.max()
 
 
