@@ -207,7 +207,6 @@ def check_real_weights_in_fp8() -> None:
         "check_ragged",
         "check_linked",
         "check_gpt_oss",
-        "check_packed_experts",
         "check_fp8",
         "check_the_pool_stays",
     ],
@@ -218,7 +217,13 @@ def test_on_simulated_devices(function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "function", ["check_ragged_on_four", "check_padded_real_weights", "check_real_weights_in_fp8"]
+    "function",
+    [
+        "check_packed_experts",
+        "check_ragged_on_four",
+        "check_padded_real_weights",
+        "check_real_weights_in_fp8",
+    ],
 )
 def test_on_simulated_devices_for_longer(function):
     on_simulated_devices(__file__, function)

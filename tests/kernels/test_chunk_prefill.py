@@ -195,18 +195,19 @@ def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
     assert not gpu_callbacks.get_races().races_found
 
 
-@pytest.mark.parametrize("options", [{"soft_cap": 20.0}, {"window": 9}], ids=str)
-def test_kernel_in_the_interpreter(options):
-    check_interpreted(make_case([[70, 0]], 40, group=4, head_dim=64, **options))
+def test_kernel_in_the_interpreter():
+    check_interpreted(make_case([[70, 0]], 40, group=4, head_dim=64, soft_cap=20.0, window=9))
 
 
 @pytest.mark.parametrize(
     "shape",
     [
         {"group": 16, "head_dim": 128, "page_size": 32},
-        {"group": 2, "head_dim": 256, "page_size": 128, "dtype": jnp.float16},
         {"group": 3, "head_dim": 64, "page_size": 16, "heads_per_page": 1},
-        {"group": 11, "head_dim": 128, "page_size": 64},
+        pytest.param(
+            {"group": 2, "head_dim": 256, "page_size": 128, "dtype": jnp.float16}, marks=pytest.mark.slow
+        ),
+        pytest.param({"group": 11, "head_dim": 128, "page_size": 64}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -227,7 +228,7 @@ def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
 
 
-@pytest.mark.parametrize("group", [3, 12])
+@pytest.mark.parametrize("group", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_three_warpgroups_in_the_interpreter(group):
     case, tuning = make_case([[70]], 100, group=group, head_dim=64), cp.Tuning(num_ctas=1, larger_tile=1.0)
     assert tuning.for_chunk(100, 1, group, 64).warpgroups == 3
@@ -242,7 +243,7 @@ def test_a_plan_of_other_queries_is_refused():
         chunk_prefill_mosaic_gpu(case.q, case.k, case.v, case.pool, plan, scale=1.0, tuning=tuning)
 
 
-@pytest.mark.parametrize(("group", "behind"), [(4, 5), (5, 99)])
+@pytest.mark.parametrize(("group", "behind"), [(4, 5), pytest.param(5, 99, marks=pytest.mark.slow)])
 def test_keys_before_the_queries_in_the_interpreter(group, behind):
     """Fewer than the window shows, and as many as it shows."""
     check_interpreted(make_case([[0]], 70, group=group, head_dim=64, window=100, behind=[behind]))
