@@ -260,34 +260,37 @@ def _parse_tokenize(body: Any) -> TokenizePromptRequest | TokenizeChatRequest:
 def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     tokenizer = serving.tokenizer
 
-    def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> dict[str, Any]:
+    # Answers are rendered in the thread as well: they may have millions of tokens.
+
+    def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> JSONResponse:
         text = body.prompt if isinstance(body, TokenizePromptRequest) else chat_text(serving.tools, body)
         ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         names = TokenNames(tokenizer, as_ids=False)
-        return {
+        answer = {
             "count": len(ids),
             "max_model_len": serving.engine.max_model_len,
             "tokens": ids,
             "token_strs": [names.text(i) for i in ids] if body.return_token_strs else None,
         }
+        return JSONResponse(answer)
 
-    def detokenize_now(tokens: Any) -> dict[str, Any]:
+    def detokenize_now(tokens: Any) -> JSONResponse:
         if not isinstance(tokens, list):
             raise APIError(400, "'tokens' must be a list of token ids.", param="tokens", code="invalid_value")
         ids = check_token_ids(tokens, serving.engine.vocab_size, "tokens")
-        return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
+        return JSONResponse({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
 
     @app.post("/tokenize", openapi_extra=_body_schema(TokenizePromptRequest, TokenizeChatRequest))
     async def tokenize(request: Request) -> JSONResponse:
         body = await read_request(serving, request, _parse_tokenize)
         serving.check_model(body.model)
-        return JSONResponse(await serving.in_thread(request, tokenize_now, body))
+        return await serving.in_thread(request, tokenize_now, body)
 
     @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> JSONResponse:
         body = await read_request(serving, request, DetokenizeRequest.parse)
         serving.check_model(body.model)
-        return JSONResponse(await serving.in_thread(request, detokenize_now, body.tokens))
+        return await serving.in_thread(request, detokenize_now, body.tokens)
 
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:
