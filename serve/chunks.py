@@ -55,10 +55,6 @@ class Chunks:
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
 
-    def ready(self, running: Iterable[Sequence]) -> int:
-        """How many could have a chunk now."""
-        return sum(map(self._is_ready, running))
-
     def _is_ready(self, sequence: Sequence) -> bool:
         if sequence.state is None or sequence.in_flight or sequence.left < 1:
             return False

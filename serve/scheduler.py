@@ -26,7 +26,6 @@ from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
 RETENTIONS = 256  # different ones that are remembered
-READY_STEPS = 4  # steps for which sequences are taken in ahead
 
 
 class Scheduler:
@@ -101,10 +100,7 @@ class Scheduler:
         return work if chunks or decode else None
 
     def _admit(self) -> None:
-        # Each takes this thread and the device some time: as many as the next steps have chunks for, and the first of a
-        # crowd waits for no others.
-        room = READY_STEPS * self.limits.packed_places - self._chunks.ready(self.running)
-        while self.waiting and len(self.running) < self.limits.max_running and room > 0:
+        while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             if sequence.in_flight:  # preempted, with a token still to be read
                 return
@@ -117,7 +113,6 @@ class Scheduler:
             if not forked and not self._give_row(sequence):
                 return
             self._run_first()
-            room -= 1
 
     def _run_first(self) -> None:
         """The first in the queue has its row now."""

@@ -74,19 +74,6 @@ def test_first_come_first_served_and_no_more_than_max_running():
         job.check()
 
 
-def test_no_more_are_taken_in_than_the_next_steps_have_chunks_for(monkeypatch):
-    """So that the first of many need not wait until all have their rows."""
-    monkeypatch.setattr("serve.scheduler.READY_STEPS", 2)
-    bench = loop(max_running=20, packed_places=2)
-    jobs = [bench.add(prompt(8, i), max_tokens=3) for i in range(9)]
-    for count in (4, 5, 6):  # a chunk a step
-        bench.step()
-        assert (running(bench), waiting(bench)) == ([*range(count)], [*range(count, 9)])
-    bench.drain()
-    for job in jobs:
-        job.check()
-
-
 def test_a_request_that_does_not_fit_waits_and_so_do_those_behind_it():
     # 4 groups; 40 tokens and a room of 7 are 12 pages a group: two of them fill 96 pages, a third must wait.
     bench = loop(100, max_stored=0)
