@@ -109,12 +109,11 @@ def check_drafts() -> None:
         assert answers(tensor_parallel_size=2, speculation=Speculation()) == said
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # on GPUs `test_engine_random` has two with drafts
 def test_two_devices_verify_drafts():
     on_simulated_devices(__file__, "check_drafts", 2)
 
 
-@pytest.mark.slow  # `test_engine_random` has two devices as well
 def test_two_devices_answer_as_one():
     on_simulated_devices(__file__, "check_engine", 2)
 
