@@ -14,7 +14,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.sinks import with_sinks
-from pallas_kernels.chunk_prefill import ALIGN
+from pallas_kernels.chunk_prefill import aligned
 from tangram_jax.attention import ChunkAttention, WindowAttention
 from tangram_jax.cache import Cache
 from tangram_jax.chunk_scores import Gaussians
@@ -48,7 +48,7 @@ class Packed(NamedTuple):
 
 def packed_slots(count: Any) -> Any:
     """Of a chunk of so many tokens: the next one begins at a multiple of 8."""
-    return -(-count // ALIGN) * ALIGN
+    return aligned(count)
 
 
 def starts_of(counts: Any) -> Any:
@@ -68,9 +68,8 @@ class Places:
         owner = jnp.maximum((at[:, None] >= self.starts).sum(1) - 1, 0)
         within = at - self.starts[owner]
         self.there = within < self.counts[owner]
-        self.before = (
-            (cache.tokens + cache.tail).at[packed.rows].get(mode="fill", fill_value=0)
-        )  # i32[S]: tokens of the rows
+        # i32[S]: tokens of the rows.
+        self.before = (cache.tokens + cache.tail).at[packed.rows].get(mode="fill", fill_value=0)
         self.positions = self.before[owner] + within  # i32[T]
         self.last = jnp.clip(self.starts + packed.counts - 1, 0, size - 1)  # i32[S]
         # Of each chunk's tokens among all, beyond them for padding; and of each token among those of all chunks.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from pallas_kernels import byte_pages, chunk_prefill
+from pallas_kernels import byte_pages
+from pallas_kernels.chunk_prefill import aligned
 from tangram_jax.pages import StepPages
 
 
@@ -172,7 +173,7 @@ def with_history(
 
     def joined(held: jax.Array, new: jax.Array) -> jax.Array:
         # As many rows as the kernel's copies take, or it would have to copy them all into such an array.
-        total = _aligned(most + len(new))
+        total = aligned(most + len(new))
         rows = jnp.concatenate([held, jnp.zeros((total - most, *new.shape[1:]), new.dtype)])
         return jax.lax.dynamic_update_slice_in_dim(rows, new, behind, 0)
 
@@ -193,8 +194,8 @@ class RingChunks:
         self._rings, self._numbers = rings, numbers
         self.behind = jnp.minimum(before, most)  # i32[S]
         # Of each segment, with room for what lies between two chunks among the tokens.
-        self.key_starts = starts + np.arange(len(numbers), dtype=np.int32) * _aligned(most)
-        row = np.arange(len(numbers) * _aligned(most) + _aligned(size))
+        self.key_starts = starts + np.arange(len(numbers), dtype=np.int32) * aligned(most)
+        row = np.arange(len(numbers) * aligned(most) + aligned(size))
         self._chunk = (row[:, None] >= self.key_starts[1:]).sum(1)  # i32[rows]
         within = row - self.key_starts[self._chunk]
         self._position = before[self._chunk] - self.behind[self._chunk] + within
@@ -220,11 +221,6 @@ def _entries(
     column, slot = rings.column_of[layer], (position % rings.page_size)[:, None]
     keys, values = (byte_pages.entries_at(pool, (number, which, column), slot, dtype) for which in range(2))
     return keys, values
-
-
-def _aligned(rows: int) -> int:
-    """As many as the kernel's copies take, or a few more."""
-    return -(-rows // chunk_prefill.ALIGN) * chunk_prefill.ALIGN
 
 
 def chunk_pages(rings: Rings, chunk: RingChunk, size: int) -> tuple[jax.Array, jax.Array]:

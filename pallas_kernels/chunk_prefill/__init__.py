@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import byte_pages
-from pallas_kernels.chunk_prefill.columns import ALIGN
+from pallas_kernels.chunk_prefill.columns import ALIGN, aligned
 from pallas_kernels.chunk_prefill.plan import ChunkPlan
 from pallas_kernels.chunk_prefill.plan import plan_chunk as _plan_chunk
 from pallas_kernels.chunk_prefill.reference import chunk_prefill_reference
@@ -17,6 +17,7 @@ __all__ = [
     "TUNING",
     "ChunkPlan",
     "Tuning",
+    "aligned",
     "check_supported",
     "chunk_prefill",
     "chunk_prefill_reference",

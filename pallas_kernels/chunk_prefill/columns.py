@@ -25,6 +25,11 @@ MERGE_COLUMNS = 7
 ALIGN = 8  # rows at whose multiples requests begin: loads of swizzled tiles do
 
 
+def aligned(rows: Any) -> Any:
+    """So many rows, or as few more as make a multiple of ALIGN."""
+    return -(-rows // ALIGN) * ALIGN
+
+
 def stack(values: dict[int, Any], shape: tuple[int, ...]) -> jax.Array:
     """i32[*shape, columns] from the values of each column."""
     return jnp.stack([jnp.broadcast_to(values[c], shape) for c in range(len(values))], axis=-1).astype(
