@@ -208,10 +208,9 @@ class ChunkAttention:
         q_shape (T, K, G, D); `pages` of their rows; `chunks`: where they begin among T, multiples of ALIGN, and how many
         tokens they have, i32[S] each. Rows of no chunk are not written.
         """
-        on_gpu = gpu_attention.ChunkAttention
-        if jax.default_backend() != "gpu" or not on_gpu.takes_several(q_shape, dtype, pages.pool):
+        if not gpu_attention.takes_several(q_shape, dtype, pages.pool):
             return None
-        return on_gpu(q_shape, dtype, pages, logits, chunks)
+        return gpu_attention.ChunkAttention(q_shape, dtype, pages, logits, chunks)
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `chunk_attention`."""
@@ -280,10 +279,10 @@ class WindowAttention:
         q_shape (T, K, G, D); `behind` i32[S]: keys before that of each chunk's first query; `chunks`: where they begin among
         T, how many tokens they have, and where each one's keys begin, i32[S] each. Rows of no chunk are not written.
         """
-        on_gpu, pool = gpu_attention.WindowAttention, gpu_attention.window_pool(pool, dtype)
-        if jax.default_backend() != "gpu" or not on_gpu.takes_several(q_shape, dtype, pool):
+        pool = gpu_attention.window_pool(pool, dtype)
+        if not gpu_attention.takes_several(q_shape, dtype, pool):
             return None
-        return on_gpu(q_shape, dtype, window, behind, pool, logits, chunks)
+        return gpu_attention.WindowAttention(q_shape, dtype, window, behind, pool, logits, chunks)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `window_attention`."""

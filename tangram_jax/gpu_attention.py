@@ -46,6 +46,13 @@ def chunk_supported(
     return reason is None
 
 
+def takes_several(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
+    """Whether one call of our kernel takes chunks of several rows: of 8-bit pages each row's are unpacked by themselves."""
+    if jax.default_backend() != "gpu" or byte_pages.is_bytes(pool.dtype):
+        return False
+    return _why_no_kernel(q_shape, dtype, pool) is None
+
+
 def _why_no_kernel(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> str | None:
     """What keeps our chunk kernel from these queries; None: nothing."""
     try:
@@ -119,11 +126,6 @@ class ChunkAttention:
             sizes=sizes,
         )
 
-    @staticmethod
-    def takes_several(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
-        """Whether one call takes chunks of several rows: of 8-bit pages each row's are unpacked by themselves."""
-        return not byte_pages.is_bytes(pool.dtype) and _why_no_kernel(q_shape, dtype, pool) is None
-
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.chunk_attention`."""
         if self._plan is None:
@@ -185,11 +187,6 @@ class WindowAttention:
             sizes=sizes,
             key_starts=key_starts,
         ).layer(0)
-
-    @staticmethod
-    def takes_several(q_shape: tuple[int, ...], dtype: Any, pool: jax.Array) -> bool:
-        """Whether one call takes chunks of several rows."""
-        return _why_no_kernel(q_shape, dtype, pool) is None
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.window_attention`."""
