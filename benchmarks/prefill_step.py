@@ -3,6 +3,7 @@
   python -m benchmarks.prefill_step                       eight cases on one Hopper GPU, the last ones of packed chunks
   python -m benchmarks.prefill_step --cases 0 --profile   where the time of the first goes, by kernel
   python -m benchmarks.prefill_step --fp8 dynamic         each case with FP8 weights after it: `times as fast`
+  python -m benchmarks.prefill_step --cases 5 6 7 --apart       packed chunks after the same ones with calls of their own
 
 The FLOPs are the dense products' and attention's, of what is visible; the roof is the best of several bfloat16 products of
 8192 x 8192 matrices in the same run. Short runs: over seconds a GPU may clock down, which `sustained` shows, the time of a
@@ -12,10 +13,12 @@ step after three seconds of them. The cache keeps a quarter, of lognormal budget
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +30,8 @@ from benchmarks.gpu_timing import kernels_of
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
+from tangram_jax.attention import ChunkAttention, WindowAttention
+from tangram_jax.chunk_scores import Gaussians
 from tangram_jax.packed import Packed
 from tangram_jax.step import Chunk, Decode, compiler_options, step
 
@@ -41,6 +46,17 @@ CASES = (  # tokens of the chunk, of its row before, requests that decode beside
     (128, 65_536, 29, 4),
 )
 DECODING = 8192  # tokens of each request that decodes
+
+
+@contextmanager
+def calls_of_their_own() -> Iterator[None]:
+    """Each packed chunk has its own calls of the kernels of attention and scores, as where these take one at a time."""
+    with (
+        mock.patch.object(ChunkAttention, "of_several", return_value=None),
+        mock.patch.object(WindowAttention, "of_several", return_value=None),
+        mock.patch.object(Gaussians, "of_several", return_value=None),
+    ):
+        yield
 
 
 def matrix_roof(size: int = 8192) -> float:
@@ -159,23 +175,32 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="*", default=list(range(len(CASES))))
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--sustained", action="store_true", help="once more after three seconds of steps")
+    parser.add_argument(
+        "--apart", action="store_true", help="packed chunks with calls of their own first: `times as fast`"
+    )
     parser.add_argument("--out", help="write the rows to this JSON file")
     add_fp8(parser)
     args = parser.parse_args()
+    if args.apart and args.fp8:
+        parser.error("--apart and --fp8 compare with different things: one at a time")
     config = first_layers(SHAPES[args.shape], args.layers)
     roof = matrix_roof()
     device = jax.devices()[0].device_kind
     print(f"{device}: {roof / 1e12:.0f} TFLOP/s, {config.name}, {config.num_layers} layers", flush=True)
-    kinds = [(config, random_weights(config))]
+    kinds = [(config, random_weights(config), "at once")]
+    if args.apart:
+        kinds.insert(0, (*kinds[0][:2], "apart"))
     if args.fp8:
         narrow = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
-        kinds.append((narrow, random_weights(narrow)))
+        kinds.append((narrow, random_weights(narrow), "at once"))
     rows: list[dict[str, Any]] = []
     for index in args.cases:
-        for kind, params in kinds:
-            row = measure(params, kind, CASES[index], roof, args)
-            if kind is not config:
-                row["times as fast"] = round(rows[-1]["ms"] / row["ms"], 3)
+        first = len(rows)
+        for kind, params, calls in kinds:
+            with calls_of_their_own() if calls == "apart" else nullcontext():
+                row = measure(params, kind, CASES[index], roof, args) | {"calls": calls}
+            if len(rows) > first:
+                row["times as fast"] = round(rows[first]["ms"] / row["ms"], 3)
             rows.append(row)
             print(row, flush=True)
     if args.out:

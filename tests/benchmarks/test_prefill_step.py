@@ -1,14 +1,21 @@
 """The FLOPs that a step with a chunk is measured by, and a step of a small model."""
 
 import argparse
+from contextlib import nullcontext
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import tangram_jax as tj
 from benchmarks import prefill_step
 from benchmarks.decode_step import random_weights
+from benchmarks.gpu_program import as_on_hopper
 from benchmarks.shapes import GEMMA_3_12B, LLAMA_8B, QWEN3_30B_A3B
 from models.config import ModelConfig
+from models.testing import random_params
+from pallas_kernels import chunk_prefill, gaussian
 
 TINY = ModelConfig(
     name="tiny", vocab_size=128, num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2,
@@ -69,3 +76,29 @@ def test_a_step_of_a_small_model(monkeypatch, rows):
     args = argparse.Namespace(sustained=False, profile=False)
     row = prefill_step.measure(random_weights(TINY), TINY, (64, 64, 2, rows), 1e12, args)
     assert row["ms"] > 0 and row["decoding"] == 2 and row["of_roof"] < 1
+
+
+@pytest.mark.parametrize(("calls", "chunks"), [(nullcontext, 2), (prefill_step.calls_of_their_own, 1)])
+def test_packed_chunks_have_calls_of_their_own_where_asked(calls, chunks, monkeypatch):
+    config = TINY.replace(head_dim=64, sliding_window=40, sliding_layers=(0,))
+    plan, counts = plan_of(config, 0.5), []
+    cache = tj.init_cache(
+        plan, config, num_pages=64, max_requests=2, max_tokens=256, max_tail=64, dtype=jnp.bfloat16
+    )
+    packed = tj.Packed.of([0, 1], [np.arange(20, dtype=np.int32)] * 2, 64)
+    scorer = tj.get_scorer("expected_attention")
+
+    def attention(q, k, v, pool, plan, **_):
+        counts.append(len(plan.starts))
+        return q, jnp.zeros(q.shape[:3])
+
+    def logits(*args, starts, **how):
+        counts.append(len(starts))
+        return gaussian.gaussian_logits_reference(*args, starts=starts, **how)
+
+    monkeypatch.setattr(chunk_prefill, "chunk_prefill", attention)
+    monkeypatch.setattr(gaussian, "gaussian_logits", logits)
+    params = random_params(config, 0, jnp.bfloat16)
+    with as_on_hopper(), calls():
+        jax.eval_shape(lambda cache: tj.step(params, config, plan, scorer, cache, packed, None), cache)
+    assert counts == [chunks] * (3 * 2 // chunks)  # attention of two layers, scores of one
