@@ -14,6 +14,7 @@ from serve.buckets import Buckets, pad
 from serve.compiling import Program
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.inputs import Drafts
+from serve.new_rows import SEVERAL, batches
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.sequence import Sequence
@@ -29,7 +30,7 @@ MASKED = VARIANTS[2]  # of a batch in which a grammar allows some tokens only: o
 class RowSampler:
     """Samples rows of the cache. Nothing here reads a result."""
 
-    state: SamplerState
+    _state: SamplerState
 
     def __init__(
         self, config: ModelConfig, num_rows: int, device: Any, *, part: int, store: ProgramStore | None = None
@@ -37,6 +38,7 @@ class RowSampler:
         """`device`: device or sharding of the state. `part`: tokens of a row that are marked as seen at a time."""
         self._config, self._num_rows, self._device, self._part = config, num_rows, device, part
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant serves
+        self._starting: dict[int, RowParams] = {}
         run, run_drafts = sampling.sample, _sample_drafts
         if store:
             run = store.keep("sample", run, _like_sample)
@@ -45,9 +47,22 @@ class RowSampler:
         self.run = jax.jit(run, donate_argnums=1, **static)
         self.run_drafts = jax.jit(run_drafts, donate_argnums=(1, 2), **static)
 
+    @property
+    def state(self) -> SamplerState:
+        """Whoever reads it finds all rows begun that are to begin."""
+        starting, self._starting = self._starting, {}
+        for rows, params in batches(starting, self._num_rows):
+            self._state = sampling.set_row(self._state, rows, RowParams.several(params))
+        return self._state
+
+    @state.setter
+    def state(self, state: SamplerState) -> None:
+        self._state = state
+
     def reset(self) -> SamplerState:
         """Forget every row."""
-        self.__dict__.pop("state", None)
+        self.__dict__.pop("_state", None)
+        self._starting.clear()
         state = sampling.init_sampler(self._num_rows, self._config.vocab_size)
         self.state = jax.device_put(state, self._device)
         return self.state
@@ -76,11 +91,11 @@ class RowSampler:
     def start(self, sequence: Sequence) -> None:
         """The sequence has a row from now on."""
         assert sequence.state is not None
-        p, row = sequence.sampling, np.int32(sequence.state.row)
+        p, row = sequence.sampling, sequence.state.row
         params = self.params(
             p, seed=sequence.seed, num_generated=sequence.generated, last_token=sequence.tokens[-1]
         )
-        self.state = sampling.set_row(self.state, row, params)
+        self._starting[row] = params
         self._greedy[row] = sampling.needed_variant(params) == GREEDY
         # Whole, not chunk by chunk: part of it may never be prefilled here (a stored session, a preemption before).
         if p.repetition_penalty != 1.0:
@@ -88,10 +103,10 @@ class RowSampler:
         if sequence.generated and (p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty):
             self._mark(sampling.mark_output, row, sequence.tokens[sequence.prompt_length :])
 
-    def _mark(self, mark: Any, row: np.int32, tokens: list[int]) -> None:
+    def _mark(self, mark: Any, row: int, tokens: list[int]) -> None:
         for part in itertools.batched(tokens, self._part):
             padded = pad(np.asarray(part, np.int32), self._part)
-            self.state = mark(self.state, row, padded, np.int32(len(part)))
+            self.state = mark(self.state, np.int32(row), padded, np.int32(len(part)))
 
     # Tokens
 
@@ -173,7 +188,10 @@ class RowSampler:
 
     def warm_marks(self) -> None:
         """Run once what `start` runs."""
-        self.state = sampling.set_row(self.state, np.int32(0), sampling.row_params(seed=0))
+        nothing = sampling.row_params(seed=0)
+        for size in (1, SEVERAL):
+            rows = np.full(size, self._num_rows, np.int32)
+            self.state = sampling.set_row(self.state, rows, RowParams.several([nothing] * size))
         for mark in (sampling.mark_prompt, sampling.mark_output):
             self.state = mark(self.state, np.int32(0), np.zeros(self._part, np.int32), np.int32(0))
 

@@ -23,6 +23,7 @@ from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.inputs import Drafts, inputs_of
+from serve.new_rows import NewRows
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.row_sampler import RowSampler
@@ -93,7 +94,8 @@ class Runner(RowCopies):
         # Of the last step, and the row of them that is of each last chunk.
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
-        self.cache: Cache
+        self._cache: Cache
+        self._new_rows = NewRows(plan, num_rows)
         self.transfers: Transfers | None = None
         if host_bytes:
             page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
@@ -116,6 +118,17 @@ class Runner(RowCopies):
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
         self.reset()
 
+    @property
+    def cache(self) -> Cache:
+        """Whoever reads it finds new rows as they are to be."""
+        if self._new_rows:
+            self._cache = self._new_rows.give(self._cache)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache = cache
+
     def claim(self) -> None:
         """From now on the calling thread runs this: others may compile what they like, it is not counted."""
         self._thread = threading.get_ident()
@@ -127,7 +140,8 @@ class Runner(RowCopies):
     def reset(self) -> None:
         """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
         # The old ones go first: the memory may not hold two pools.
-        self.__dict__.pop("cache", None)
+        self.__dict__.pop("_cache", None)
+        self._new_rows.clear()
         if self.transfers:
             self.transfers.reset()
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
@@ -207,10 +221,12 @@ class Runner(RowCopies):
     # RowOperations
 
     def set_budgets(self, row: int, budgets: np.ndarray) -> None:
-        self.cache = tables.set_budgets(self.plan, self.cache, np.int32(row), budgets)
+        self._new_rows.set_budgets(row, budgets)
 
     def reserve(self, row: int, tokens: int, tail: int) -> None:
-        self.cache = tables.reserve(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
+        if not self._new_rows.reserve(row, tokens, tail):
+            self._cache = self._new_rows.give(self._cache)
+            self._new_rows.reserve(row, tokens, tail)
 
     def trim(self, row: int, tokens: int, tail: int) -> None:
         self.cache = tables.trim(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
@@ -269,7 +285,7 @@ class Runner(RowCopies):
         yield from self.sampler.programs(b)
 
     def _warm_tables(self) -> Any:
-        self.set_budgets(0, self.plan.group_ppm)
+        self.cache = self._new_rows.warm_up(self.cache)
         self.reserve(0, 1, 0)
         self.fork(0, 1 % self.num_rows)
         self.rollback(0, 0)

@@ -227,23 +227,28 @@ def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
 
 
 def _take_pages(cache: Cache, wanted: jax.Array) -> tuple[Cache, jax.Array]:
-    """A fresh page for every True of `wanted` bool[n]: (cache, i32[n] with NO_PAGE elsewhere).
+    """A fresh page for every True of `wanted` bool[N, n]: (cache, i32[N, n] with NO_PAGE elsewhere).
 
-    All or nothing: with too few free pages none is taken.
+    All or nothing for each of the N: from the first on for which too few are free none is taken.
     """
-    count = wanted.sum(dtype=jnp.int32)
-    wanted &= count <= cache.num_free
-    pages = cache.free[cache.num_free - jnp.cumsum(wanted)]
+    fits = jnp.cumsum(wanted.sum(axis=1, dtype=jnp.int32)) <= cache.num_free
+    wanted &= fits[:, None]
+    pages = cache.free[cache.num_free - jnp.cumsum(wanted.reshape(-1)).reshape(wanted.shape)]
     owners = cache.owners.at[jnp.where(wanted, pages, cache.num_pages)].set(1, mode="drop")
     taken = wanted.sum(dtype=jnp.int32)
     return replace(cache, owners=owners, num_free=cache.num_free - taken), jnp.where(wanted, pages, NO_PAGE)
 
 
-def _columns(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> jax.Array:
-    """bool[R]: the columns of `row` that plan.group_pages(tokens, tail) pages of each group fill."""
-    pages = plan.group_pages(whole("tokens", tokens), whole("tail", tail), cache.row(row).budgets)
+def _columns(plan: CachePlan, cache: Cache, rows: jax.Array, tokens: jax.Array, tail: jax.Array) -> jax.Array:
+    """bool[N, R]: the columns of `rows` i32[N] that plan.group_pages(tokens, tail) pages of each group fill.
+
+    `tokens` and `tail`: one number for all rows, or i32[N].
+    """
+    tokens = jnp.broadcast_to(whole("tokens", tokens), rows.shape)
+    tail = jnp.broadcast_to(whole("tail", tail), rows.shape)
+    pages = jax.vmap(plan.group_pages)(tokens, tail, cache.row(rows).budgets)
     needed = jnp.minimum(pages, np.asarray(cache.layout.capacity, np.int32))
-    return jnp.asarray(cache.layout.index) < needed[cache.layout.group]
+    return jnp.asarray(cache.layout.index) < needed[:, cache.layout.group]
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -251,16 +256,18 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
     """Make `row` own at least plan.group_pages(tokens, tail) pages of each group; what it owns already stays.
 
     The caller has counted: the missing pages must be free, or none is taken, and steps leave the row out. A row's capacity
-    bounds each group. Of a number of no row nothing happens, here and in the functions below.
+    bounds each group. Of a number of no row nothing happens, here and in the functions below. Of several rows i32[N], all
+    different, with `tokens` and `tail` i32[N], the same as of one after the other, but that none behind the first that
+    finds too few gets any.
 
     Raises ValueError, as they do, where the cache is of another plan, and TypeError where a number is not whole.
     """
     check_plan(plan, cache)
-    row = cache.known(row)
-    wanted = _columns(plan, cache, row, tokens, tail) & (row < cache.num_rows)
-    pages = cache.row(row).pages
+    rows = jnp.atleast_1d(cache.known(row))
+    pages = cache.row(rows).pages
+    wanted = _columns(plan, cache, rows, tokens, tail) & (rows < cache.num_rows)[:, None]
     cache, fresh = _take_pages(cache, wanted & (pages == NO_PAGE))
-    return replace(cache, table=cache.table.at[row].set(jnp.where(pages == NO_PAGE, fresh, pages)))
+    return replace(cache, table=cache.table.at[rows].set(jnp.where(pages == NO_PAGE, fresh, pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -269,7 +276,7 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
     check_plan(plan, cache)
     row = cache.known(row)
     pages = cache.row(row).pages
-    given = (pages != NO_PAGE) & ~_columns(plan, cache, row, tokens, tail)
+    given = (pages != NO_PAGE) & ~_columns(plan, cache, row[None], tokens, tail)[0]
     cache = _return_pages(cache, pages, given)
     return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
 
@@ -294,16 +301,15 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
 def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Array) -> Cache:
     """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released.
 
-    Raises ValueError where they are something else.
+    Of several rows i32[N], all different, each under its own: i32[N, M]. Raises ValueError where they are something else.
     """
     check_plan(plan, cache)
-    budgets = jnp.asarray(budgets)
-    if budgets.shape != (plan.num_groups,) or not jnp.issubdtype(budgets.dtype, jnp.integer):
+    row, budgets = cache.known(row), jnp.asarray(budgets)
+    if budgets.shape != (*row.shape, plan.num_groups) or not jnp.issubdtype(budgets.dtype, jnp.integer):
         raise ValueError(
             f"budgets of {budgets.dtype}{[*budgets.shape]}: write those of plan.budgets_at(retention), parts per million of "
             f"{plan.num_groups} groups"
         )
-    row = cache.known(row)
     return replace(cache, budgets=cache.budgets.at[row].set(jnp.clip(budgets, 0, plan.most_ppm)))
 
 
@@ -327,7 +333,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     before = cache.row(dst)
     enough &= (before.pages == NO_PAGE).all()
     shared &= enough
-    cache, fresh = _take_pages(cache, held & enough & ~shared)
+    cache, (fresh,) = _take_pages(cache, (held & enough & ~shared)[None])
     cache = replace(
         cache,
         owners=cache.owners.at[jnp.where(shared, pages, cache.num_pages)].add(1, mode="drop"),

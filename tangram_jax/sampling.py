@@ -90,7 +90,7 @@ class SamplerState:
 
 
 class RowParams(NamedTuple):
-    """One request's parameters, on the host, as `set_row` takes them. Built by `row_params`."""
+    """One request's parameters, on the host, as `set_row` takes them. Built by `row_params`, joined by `several`."""
 
     floats: np.ndarray  # f32[len(Floats)]
     ints: np.ndarray  # i32[len(Ints)]
@@ -98,6 +98,11 @@ class RowParams(NamedTuple):
     stop_ids: np.ndarray  # i32[MAX_STOP_IDS]
     bias_ids: np.ndarray  # i32[MAX_BIASES]
     biases: np.ndarray  # f32[MAX_BIASES]
+
+    @classmethod
+    def several(cls, params: Sequence["RowParams"]) -> "RowParams":
+        """Those of N requests, for `set_row` of N rows: everything with N in front."""
+        return cls(*map(np.stack, zip(*params, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,10 @@ def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Varian
 
 @partial(jax.jit, donate_argnums=0)
 def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
-    """Start a request in `row` i32[]: nothing seen yet. Of a number of no row nothing happens, here and below."""
+    """Start a request in `row` i32[]: nothing seen yet. Of a number of no row nothing happens, here and below.
+
+    Or N requests in as many rows i32[N], all different, with the parameters of `RowParams.several`.
+    """
     row = state.known(row)
     return SamplerState(
         floats=state.floats.at[row].set(params.floats, mode="drop"),
