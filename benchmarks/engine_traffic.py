@@ -5,12 +5,15 @@
                                                                          lengths as in chats; and chunks never split
   python -m benchmarks.engine_traffic --prompt 120 --spread 0.8 --generate 32 --requests 64 --retention 1 --apart --times 5
                                                                          a burst of short prompts; and one prompt a step
+  python -m benchmarks.engine_traffic --requests 24 --prompt 6000 --generate 64 --max-model-len 8192 --all-slots
+                                                                         few streams; and all decode slots beside each chunk
   python -m benchmarks.engine_traffic --devices 2 --unlinked             over two GPUs; and with NCCL's all-reduces
 
 Every retention gets an engine of its own with the same memory for keys and values, by default what vLLM has beside the
 weights of Llama-3.1-8B on a card of 80 GB. Greedy, nothing is shared and nothing stored. "first" is the time to a
 request's first token, "gap" the time between two tokens of a request. `--half-empty` serves all once more with chunks that
 are not split to fill the programs that run them (`serve.limits`). `--apart`: with up to four chunks a step, then with one.
+`--all-slots`: large chunks have few decode slots where that is enough, then all (`serve.buckets`).
 A burst is soon over: of several times a row has the median one's figures, and requests a second of all.
 """
 
@@ -32,6 +35,7 @@ from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
 from models.fp8_weights import with_fp8_weights
 from pallas_kernels import all_reduce
+from serve.buckets import Buckets
 from serve.engine import Engine
 from serve.limits import Limits
 from serve.program_store import keep_compiled
@@ -46,6 +50,7 @@ def _never_split(limits: Limits, ahead: int, beside_decode: bool) -> int:
 
 OTHERWISE: dict[str, Callable[[], Any]] = {
     "not split": lambda: mock.patch.object(Limits, "chunk_size", _never_split),
+    "all decode slots": lambda: mock.patch.object(Buckets, "logits", lambda b, _: (b.batches[-1] + 1,)),
     "one prompt a step": lambda: mock.patch.object(Limits, "worth_packing", return_value=False),
 }
 UNLINKED = functools.partial(mock.patch.object, all_reduce, "links_of", return_value=None)
@@ -114,6 +119,7 @@ def main() -> None:
     parser.add_argument("--scorer", default="expected_attention")
     parser.add_argument("--half-empty", action="store_true", help="once more, chunks never split")
     parser.add_argument("--apart", action="store_true", help="once more, one prompt's chunk a step")
+    parser.add_argument("--all-slots", action="store_true", help="once more, all decode slots beside chunks")
     parser.add_argument(
         "--unlinked", action="store_true", help="once more over several GPUs, all-reduces by NCCL"
     )
@@ -143,7 +149,12 @@ def main() -> None:
                 prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,
             )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer
-        for how in ("as served", *["not split"] * args.half_empty, *["one prompt a step"] * args.apart):
+        others = {
+            "not split": args.half_empty,
+            "one prompt a step": args.apart,
+            "all decode slots": args.all_slots,
+        }
+        for how in ("as served", *(how for how, wanted in others.items() if wanted)):
             with OTHERWISE.get(how, nullcontext)():
                 served = serve_often(engine, prompts, args.generate, args.times)
             row = {"retention": retention, "chunks": how, "links": links} | served

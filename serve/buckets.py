@@ -8,6 +8,9 @@ import numpy as np
 CHUNKS = (32, 128, 512, 2048, 8192)
 # Of these, tokens of several chunks in one step. Longer ones keep a GPU busy alone.
 PACKED = (128, 512)
+# From so many tokens on a chunk keeps a GPU busy: an empty decode slot beside it takes as long as a token. A second program
+# with a quarter of them or less is worth its compilation where it saves so many.
+BUSY, FEWER = 512, 48
 # Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
 MOST_SCORED = 512
 
@@ -34,7 +37,7 @@ class Shape(NamedTuple):
 class Buckets:
     """The shapes that exist."""
 
-    mixed_chunks: tuple[int, ...]  # token slots of a chunk beside all decode slots, ascending
+    mixed_chunks: tuple[int, ...]  # token slots of a chunk beside decode slots, ascending
     largest_chunk: int  # token slots of a chunk alone
     batches: tuple[int, ...]  # decode slots, ascending
     prompt_logprobs: int  # token slots of a chunk whose every token is scored
@@ -42,37 +45,45 @@ class Buckets:
     places: int = 1  # of such chunks
     drafts: int = 0  # of each decode slot at most, where drafts are verified
     draft_slots: tuple[int, ...] = ()  # decode slots of such steps, ascending: some of `batches`
+    few: int = 0  # rows of logits of large chunks beside few decode tokens, one of `batches`; 0: all are beside all slots
+    large: int = BUSY  # token slots of these at least
 
-    @property
-    def packed_slots(self) -> int:
-        """Decode slots beside packed chunks: as few as make the rows of logits as many as beside one chunk.
+    def logits(self, chunk: int) -> tuple[int, ...]:
+        """Rows of logits of the programs with so large a chunk beside decode slots, ascending.
 
-        So the same programs sample both.
+        The same for one chunk and for several, which have fewer decode slots for it: so the same programs sample both.
         """
-        return self.batches[-1] + 1 - self.places
+        return (*[self.few] * (self.few > 0 and chunk >= self.large), self.batches[-1] + 1)
 
     @property
     def shapes(self) -> list["Shape"]:
         """Those of all programs, what takes longest to compile first.
 
-        Small chunks come with decode slots, which cost little if empty.
+        Small chunks come with all decode slots, which cost little if empty.
         """
+        several = [(c, self.places) for c in self.packed_chunks]
+        mixed = [(c, 1) for c in self.mixed_chunks]
         return [
-            *(Shape(c, self.places, self.packed_slots) for c in self.packed_chunks),
+            *(Shape(c, n, rows - n) for c, n in several for rows in self.logits(c)),
             Shape(self.prompt_logprobs, scores=True),
-            *(Shape(c, 1, self.batches[-1]) for c in self.mixed_chunks),
+            *(Shape(c, n, rows - n) for c, n in mixed for rows in self.logits(c)),
             Shape(self.largest_chunk),
             *(Shape(None, 1, b) for b in self.batches),
             *(Shape(None, 1, b, drafts=self.drafts) for b in self.draft_slots),
         ]
 
-    def packed(self, count: int) -> tuple[int, int, int]:
-        """(token slots, chunks, decode slots) of the least program that holds `count` tokens of several chunks."""
-        return next(c for c in self.packed_chunks if c >= count), self.places, self.packed_slots
+    def packed(self, count: int, decoding: int) -> tuple[int, int, int]:
+        """(token slots, chunks, decode slots) of the least program for chunks of `count` tokens and `decoding` others."""
+        size = next(c for c in self.packed_chunks if c >= count)
+        return size, self.places, self._slots(size, self.places, decoding)
 
-    def mixed(self, count: int) -> int | None:
-        """The least chunk that holds `count` tokens beside decode slots; None if only the chunk alone does."""
-        return next((c for c in self.mixed_chunks if c >= count), None)
+    def single(self, count: int, decoding: int) -> tuple[int, int | None]:
+        """(token slots, decode slots) of the same of one chunk; (`largest_chunk`, None) if only that holds it, alone."""
+        size = next((c for c in self.mixed_chunks if c >= count), None)
+        return (size, self._slots(size, 1, decoding)) if size else (self.largest_chunk, None)
+
+    def _slots(self, chunk: int, places: int, decoding: int) -> int:
+        return next(rows - places for rows in self.logits(chunk) if rows - places >= decoding)
 
     def batch(self, count: int) -> int:
         return next(b for b in self.batches if b >= count)
@@ -107,6 +118,7 @@ def make_buckets(
     sizes = (1, 4, *(16 << i for i in range(max_num_seqs.bit_length())))
     batches = {*(n for n in sizes if n < max_num_seqs), max(1, max_num_seqs // 2), max_num_seqs}
     places = min(places, max_num_seqs)
+    few = max((n for n in batches if 4 * n <= max_num_seqs), default=0)
     return Buckets(
         mixed_chunks=tuple(mixed),
         largest_chunk=most,
@@ -117,6 +129,7 @@ def make_buckets(
         places=places,
         drafts=drafts,
         draft_slots=tuple(b for b in sorted(batches) if drafts and b <= drafting),
+        few=few if few > places and max_num_seqs - few >= FEWER else 0,
     )
 
 

@@ -43,16 +43,17 @@ def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
     following = slots = drafts = None
     places = len(work.chunks)
     if len(work.chunks) > 1:
-        size, places, slots = buckets.packed(sum(packed_slots(len(c.tokens)) for c in work.chunks))
+        tokens = sum(packed_slots(len(c.tokens)) for c in work.chunks)
+        size, places, slots = buckets.packed(tokens, len(work.decode))
         chunk = _packed(work.chunks, size, places, num_rows)
     elif work.chunks:
         (only,) = work.chunks
         count = len(only.tokens)
-        mixed = None if work.scores_prompt else buckets.mixed(count)
-        size = buckets.prompt_logprobs if work.scores_prompt else mixed or buckets.largest_chunk
+        size = buckets.prompt_logprobs
+        if not work.scores_prompt:
+            size, slots = buckets.single(count, len(work.decode))
         chunk = Chunk(np.int32(_row(only.sequence)), pad(only.tokens, size), np.int32(count))
         following = pad(only.next_tokens, size) if work.scores_prompt else None
-        slots = buckets.batches[-1] if mixed else None
     elif work.drafts:
         slots = buckets.draft_batch(len(work.decode))
         drafts = Drafts.none(slots, buckets.drafts)

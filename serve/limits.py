@@ -26,7 +26,7 @@ class Limits:
 
     @property
     def decode_beside_packed(self) -> int:
-        """Sequences that decode beside packed chunks at most; see `Buckets.packed_slots`."""
+        """Sequences that decode beside packed chunks at most; see `Buckets.logits`."""
         return self.max_running + 1 - self.packed_places
 
     def room(self, left: int) -> int:

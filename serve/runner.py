@@ -295,7 +295,8 @@ class Runner(RowCopies):
         if self.transfers:
             self.cache = self.transfers.warm_up(self.cache)
         self.sampler.warm_marks()
-        first = self._take(self.sampler.arguments(1 + self.buckets.batches[-1])[0], np.int32(0))
+        rows = self.buckets.logits(self.buckets.largest_chunk)
+        first = [self._take(self.sampler.arguments(count)[0], np.int32(0)) for count in rows]
         return self.cache.table, self.sampler.state.seen, first
 
     def _step_arguments(self, shape: Shape) -> tuple[Any, ...]:

@@ -43,36 +43,61 @@ def test_chunks_hold_a_window_and_little_more_than_the_longest_request(
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens", "length", "packed", "places", "slots"),
+    ("requests", "tokens", "length", "packed", "places", "slots", "few"),
     [
-        (16, 512, 8192, (128,), 4, 13),
-        (128, 8192, 131_072, (128, 512), 4, 125),
-        (128, 8192, 1000, (128,), 4, 125),  # four times 512 are more than the largest chunk
-        (2, 512, 8192, (128,), 2, 1),
-        (1, 512, 8192, (), 1, 1),
-        (16, 16, 8192, (), 4, 13),
+        (16, 512, 8192, (128,), 4, 13, 0),
+        (128, 8192, 131_072, (128, 512), 4, 125, 28),
+        (128, 8192, 1000, (128,), 4, 125, 28),  # four times 512 are more than the largest chunk
+        (256, 8192, 8192, (128, 512), 4, 253, 60),
+        (64, 8192, 8192, (128, 512), 4, 61, 12),
+        (2, 512, 8192, (128,), 2, 1, 0),
+        (1, 512, 8192, (), 1, 1, 0),
+        (16, 16, 8192, (), 4, 13, 0),
     ],
 )
 def test_packed_chunks_take_no_more_memory_than_one_and_as_many_rows_of_logits(
-    requests, tokens, length, packed, places, slots
+    requests, tokens, length, packed, places, slots, few
 ):
     buckets = make_buckets(requests, tokens, 32, length, 4)
-    assert (buckets.packed_chunks, buckets.places, buckets.packed_slots) == (packed, places, slots)
+    assert (buckets.packed_chunks, buckets.places) == (packed, places)
     assert {*packed} <= {*buckets.mixed_chunks}
     assert all(size * places <= buckets.largest_chunk for size in packed)
     assert places + slots == 1 + buckets.batches[-1]
-    names = [shape.name for shape in buckets.shapes]
-    assert len(names) == len(set(names))
-    assert [f"{places} chunks in {size} + {slots} decode slots" in names for size in packed] == [True] * len(
-        packed
-    )
+    assert buckets.few == (few + places if few else 0)
+    assert {buckets.few} <= {0, *buckets.batches}  # so that nothing else is compiled to sample them
+    shapes = buckets.shapes
+    assert len(shapes) == len({shape.name for shape in shapes})
+    for size in packed:
+        beside = {shape.slots for shape in shapes if (shape.chunk, shape.places) == (size, places)}
+        assert beside == ({slots, few} if few and size >= 512 else {slots})
+        assert buckets.packed(size, few) == (size, places, few if few and size >= 512 else slots)
+        assert buckets.packed(size, few + 1) == (size, places, slots)
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 512, 600, 2048, 2049])
+@pytest.mark.parametrize("decoding", [0, 31, 32, 128])
+def test_every_chunk_has_a_program_of_which_little_is_empty(count, decoding):
+    """Beside 31 decode tokens or less large chunks have 31 slots, of 128."""
+    buckets = make_buckets(128, 8192, 32, 131_072, 4)
+    size, slots = buckets.single(count, decoding)
+    if slots is None:
+        assert size == buckets.largest_chunk
+        return
+    assert size >= count
+    assert slots >= decoding
+    assert slots == (31 if size >= 512 and decoding <= 31 else 128)
+    assert any(shape[:3] == (size, 1, slots) for shape in buckets.shapes)
 
 
 def test_what_fits_exactly_runs_in_the_program_of_that_size():
     buckets = make_buckets(128, 8192, 32, 131_072, 4, drafts=3, drafting=16)
     for size in buckets.packed_chunks:
-        assert [buckets.packed(count)[0] for count in (size - 1, size)] == [size, size]
-    assert [buckets.packed(129)[0], buckets.mixed(2048), buckets.mixed(2049)] == [512, 2048, None]
+        assert [buckets.packed(count, 9)[0] for count in (size - 1, size)] == [size, size]
+    assert [buckets.packed(129, 9)[0], buckets.single(2048, 9)[0], buckets.single(2049, 9)] == [
+        512,
+        2048,
+        (8192, None),
+    ]
     assert [buckets.batch(count) for count in (1, 2, 4, 128)] == [1, 4, 4, 128]
     assert [buckets.draft_batch(count) for count in (4, 5, 16)] == [4, 16, 16]
     assert make_buckets(4, 512, 20, 4096).mixed_chunks[0] == 24  # a window of 20, in whole eights

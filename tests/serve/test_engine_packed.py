@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.serve.tiny_engine import BUCKETS, ask_all, greedy, tiny_engine, tokens_of
+from serve import runner
+from serve.inputs import inputs_of
+from tests.serve.tiny_engine import BUCKETS, RUNNING, ask_all, greedy, tiny_engine, tokens_of
 
 FULL = {"retention": 1.0}  # whatever the others keep: exact, and equal to dense attention
 SHORT = [tokens_of(size, seed) for seed, size in enumerate((5, 9, 3, 12, 8, 17, 1, 10))]
@@ -11,7 +13,7 @@ SHORT = [tokens_of(size, seed) for seed, size in enumerate((5, 9, 3, 12, 8, 17, 
 
 @pytest.fixture(scope="module")
 def tiny():
-    with tiny_engine("ragged") as engine:
+    with tiny_engine("ragged", few=RUNNING) as engine:
         yield engine
 
 
@@ -120,3 +122,36 @@ def test_conversations_and_long_generations_share_steps_too(tiny, monkeypatch):
     assert [a.tokens for a in second] == [greedy(p, 4) for p in turns]
     assert all(a.cached for a in second)
     assert [True, True] in kinds  # tails of 48 tokens, to be compressed
+
+
+def test_few_decode_tokens_beside_a_chunk_take_a_program_of_few_slots(tiny, monkeypatch):
+    """One beside three chunks and three beside one, more with all slots; the tokens are the same."""
+    tiny.forget()
+    seen = set()
+
+    def record(work, buckets, num_rows):
+        given = inputs_of(work, buckets, num_rows)
+        if work.chunks and given.rows is not None:
+            seen.add((len(work.chunks) > 1, len(work.decode), len(given.rows)))
+        return given
+
+    monkeypatch.setattr(runner, "inputs_of", record)
+    long = tokens_of(30, 9)
+    asked = []
+    for n, prompt in enumerate([long, *SHORT[:3]]):
+        asked.append(tiny.ask(prompt, max_tokens=40, **FULL))
+        asked[-1].wait_for_tokens(1)
+        if n == 0:  # beside one that decodes
+            with tiny.held():
+                asked += [tiny.ask(prompt, max_tokens=1, **FULL) for prompt in SHORT[3:6]]
+    for one in asked:
+        one.wait()
+    tiny.settle()
+    sizes = {(several, decoding): slots for several, decoding, slots in seen}
+    assert {slots for (several, _), slots in sizes.items() if not several} == {RUNNING - 1}
+    assert sizes[True, 1] == RUNNING - BUCKETS.places
+    assert all(slots >= decoding for (_, decoding), slots in sizes.items())
+    prompts = [long, *SHORT[3:6], *SHORT[:3]]
+    for prompt, one in zip(prompts, asked, strict=True):
+        tokens = one.answers[0].tokens
+        assert tokens == greedy(prompt, len(tokens))

@@ -59,13 +59,13 @@ PARAMS = params_of(CONFIG)
 
 
 @cache
-def tiny_runner(kind: str, drafts: int = 0, devices: int = 1) -> Runner:
+def tiny_runner(kind: str, drafts: int = 0, devices: int = 1, few: int = 0) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model,
     or up to all of it on demand.
 
     "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
     layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. "gpu": as "ragged", of a model for our kernels.
-    `drafts`: of each sequence.
+    `drafts`: of each sequence. `few`: rows of logits of chunks beside few decode tokens.
     """
     config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS, "gpu": ON_GPU}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
@@ -81,7 +81,9 @@ def tiny_runner(kind: str, drafts: int = 0, devices: int = 1) -> Runner:
         config,
         plan,
         tj.get_scorer(ServeConfig().scorer),
-        dataclasses.replace(BUCKETS, drafts=drafts, draft_slots=(RUNNING,)) if drafts else BUCKETS,
+        dataclasses.replace(
+            BUCKETS, drafts=drafts, draft_slots=(RUNNING,) if drafts else (), few=few, large=32
+        ),
         num_pages=PAGES,
         num_rows=RUNNING + STORED,
         max_model_len=LENGTH,
@@ -244,9 +246,10 @@ def tiny_engine(
     drift: DriftMonitor | None = None,
     drafts: int = 0,
     devices: int = 1,
+    few: int = 0,
 ) -> Iterator[TinyEngine]:
-    """An engine over `tiny_runner(kind, drafts, devices)`, which serves one engine at a time; stopped at the end."""
-    runner = tiny_runner(kind, drafts, devices)
+    """An engine over such a `tiny_runner`, which serves one engine at a time; stopped at the end."""
+    runner = tiny_runner(kind, drafts, devices, few)
     limits = Limits(
         max_running=RUNNING,
         max_stored=max_stored,
