@@ -35,7 +35,7 @@ def new_cache(pages: int) -> tj.Cache:
     return tj.init_cache(PLAN, CONFIG, num_pages=pages, max_requests=ROWS, max_tokens=96, max_tail=MAX_TAIL)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     rows=st.permutations([*range(ROWS), ROWS, -1]),
     tokens=st.lists(st.integers(0, 96), min_size=ROWS + 2, max_size=ROWS + 2),
