@@ -48,7 +48,8 @@ def _never_split(limits: Limits, ahead: int, beside_decode: bool) -> int:
         return _chunk_size(limits, ahead, beside_decode)
 
 
-OTHERWISE: dict[str, Callable[[], Any]] = {
+HOW: dict[str, Callable[[], Any]] = {
+    "as served": nullcontext,
     "not split": lambda: mock.patch.object(Limits, "chunk_size", _never_split),
     "all decode slots": lambda: mock.patch.object(Buckets, "logits", lambda b, _: (b.batches[-1] + 1,)),
     "one prompt a step": lambda: mock.patch.object(Limits, "worth_packing", return_value=False),
@@ -155,7 +156,7 @@ def main() -> None:
             "all decode slots": args.all_slots,
         }
         for how in ("as served", *(how for how, wanted in others.items() if wanted)):
-            with OTHERWISE.get(how, nullcontext)():
+            with HOW[how]():
                 served = serve_often(engine, prompts, args.generate, args.times)
             row = {"retention": retention, "chunks": how, "links": links} | served
             rows.append(row)

@@ -8,9 +8,9 @@ import numpy as np
 CHUNKS = (32, 128, 512, 2048, 8192)
 # Of these, tokens of several chunks in one step. Longer ones keep a GPU busy alone.
 PACKED = (128, 512)
-# From so many tokens on a chunk keeps a GPU busy: an empty decode slot beside it takes as long as a token. A second program
-# with a quarter of them or less is worth its compilation where it saves so many.
-BUSY, FEWER = 512, 48
+# From so many tokens on a chunk keeps a GPU busy: an empty decode slot beside it takes as long as a token.
+BUSY = 512
+LEAST_FEW = 16  # so few of all slots, a quarter or less, are worth a second program
 # Tokens of a chunk whose logits are all computed: 2048 of a large vocabulary would take a gigabyte.
 MOST_SCORED = 512
 
@@ -46,7 +46,7 @@ class Buckets:
     drafts: int = 0  # of each decode slot at most, where drafts are verified
     draft_slots: tuple[int, ...] = ()  # decode slots of such steps, ascending: some of `batches`
     few: int = 0  # rows of logits of large chunks beside few decode tokens, one of `batches`; 0: all are beside all slots
-    large: int = BUSY  # token slots of these at least
+    large: int = BUSY  # token slots of these at least; tests have smaller ones
 
     def logits(self, chunk: int) -> tuple[int, ...]:
         """Rows of logits of the programs with so large a chunk beside decode slots, ascending.
@@ -129,7 +129,7 @@ def make_buckets(
         places=places,
         drafts=drafts,
         draft_slots=tuple(b for b in sorted(batches) if drafts and b <= drafting),
-        few=few if few > places and max_num_seqs - few >= FEWER else 0,
+        few=few if few >= LEAST_FEW else 0,
     )
 
 

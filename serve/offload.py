@@ -87,7 +87,7 @@ class Offload:
         """
         rows, state = self._rows, session.state
         pages = rows.held(state)
-        if not (rows.free or len(rows.sessions)):
+        if not len(rows.sessions) and (rows.sessions.full or not rows.free):
             return None
         need = int(np.maximum(pages, wanted).sum())
         if need > rows.pages.free + rows.sessions.pages:

@@ -14,7 +14,7 @@ from serve.buckets import Buckets, pad
 from serve.compiling import Program
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.inputs import Drafts
-from serve.new_rows import SEVERAL, batches
+from serve.new_rows import SIZES, batches
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.sequence import Sequence
@@ -39,6 +39,7 @@ class RowSampler:
         self._config, self._num_rows, self._device, self._part = config, num_rows, device, part
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant serves
         self._starting: dict[int, RowParams] = {}
+        self._marks: dict[int, list[tuple[Any, list[int]]]] = {}  # of these rows: (how, tokens)
         run, run_drafts = sampling.sample, _sample_drafts
         if store:
             run = store.keep("sample", run, _like_sample)
@@ -49,10 +50,17 @@ class RowSampler:
 
     @property
     def state(self) -> SamplerState:
-        """Whoever reads it finds all rows begun that are to begin."""
-        starting, self._starting = self._starting, {}
+        """Whoever reads it finds all rows begun that are to begin, for which programs may run: only one thread may."""
+        if not self._starting:
+            return self._state
+        starting, marks = self._starting, self._marks
+        self._starting, self._marks = {}, {}
         for rows, params in batches(starting, self._num_rows):
             self._state = sampling.set_row(self._state, rows, RowParams.several(params))
+        for row, (mark, tokens) in ((row, what) for row, many in marks.items() for what in many):
+            for part in itertools.batched(tokens, self._part):
+                padded = pad(np.asarray(part, np.int32), self._part)
+                self._state = mark(self._state, np.int32(row), padded, np.int32(len(part)))
         return self._state
 
     @state.setter
@@ -62,7 +70,7 @@ class RowSampler:
     def reset(self) -> SamplerState:
         """Forget every row."""
         self.__dict__.pop("_state", None)
-        self._starting.clear()
+        self._starting, self._marks = {}, {}
         state = sampling.init_sampler(self._num_rows, self._config.vocab_size)
         self.state = jax.device_put(state, self._device)
         return self.state
@@ -95,18 +103,13 @@ class RowSampler:
         params = self.params(
             p, seed=sequence.seed, num_generated=sequence.generated, last_token=sequence.tokens[-1]
         )
-        self._starting[row] = params
+        self._starting[row], self._marks[row] = params, []
         self._greedy[row] = sampling.needed_variant(params) == GREEDY
         # Whole, not chunk by chunk: part of it may never be prefilled here (a stored session, a preemption before).
         if p.repetition_penalty != 1.0:
-            self._mark(sampling.mark_prompt, row, sequence.tokens[: sequence.prompt_length])
+            self._marks[row].append((sampling.mark_prompt, sequence.tokens[: sequence.prompt_length]))
         if sequence.generated and (p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty):
-            self._mark(sampling.mark_output, row, sequence.tokens[sequence.prompt_length :])
-
-    def _mark(self, mark: Any, row: int, tokens: list[int]) -> None:
-        for part in itertools.batched(tokens, self._part):
-            padded = pad(np.asarray(part, np.int32), self._part)
-            self.state = mark(self.state, np.int32(row), padded, np.int32(len(part)))
+            self._marks[row].append((sampling.mark_output, sequence.tokens[sequence.prompt_length :]))
 
     # Tokens
 
@@ -189,7 +192,7 @@ class RowSampler:
     def warm_marks(self) -> None:
         """Run once what `start` runs."""
         nothing = sampling.row_params(seed=0)
-        for size in (1, SEVERAL):
+        for size in SIZES:
             rows = np.full(size, self._num_rows, np.int32)
             self.state = sampling.set_row(self.state, rows, RowParams.several([nothing] * size))
         for mark in (sampling.mark_prompt, sampling.mark_output):

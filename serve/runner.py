@@ -120,9 +120,11 @@ class Runner(RowCopies):
 
     @property
     def cache(self) -> Cache:
-        """Whoever reads it finds new rows as they are to be."""
-        if self._new_rows:
-            self._cache = self._new_rows.give(self._cache)
+        """Whoever reads it finds new rows as they are to be, for which programs may run: only one thread may.
+
+        All that changes the cache reads this.
+        """
+        self._settle()
         return self._cache
 
     @cache.setter
@@ -224,9 +226,13 @@ class Runner(RowCopies):
         self._new_rows.set_budgets(row, budgets)
 
     def reserve(self, row: int, tokens: int, tail: int) -> None:
-        if not self._new_rows.reserve(row, tokens, tail):
+        if row in self._new_rows:
+            self._settle()
+        self._new_rows.reserve(row, tokens, tail)
+
+    def _settle(self) -> None:
+        if self._new_rows:
             self._cache = self._new_rows.give(self._cache)
-            self._new_rows.reserve(row, tokens, tail)
 
     def trim(self, row: int, tokens: int, tail: int) -> None:
         self.cache = tables.trim(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))

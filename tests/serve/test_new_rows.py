@@ -4,14 +4,19 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
 import tangram_jax as tj
 from models.testing import tiny_config
-from serve import new_rows
-from serve.new_rows import SEVERAL, NewRows, batches
+from serve.new_rows import SIZES, NewRows, batches
+from serve.pages import PageBook
+from serve.request import GenerationRequest, SamplingParams
+from serve.row_sampler import RowSampler
+from serve.sequence import RowState, Sequence
 from tangram_jax import cache as tables
+from tangram_jax import sampling
 from tests.serve.tiny_engine import RUNNING, tiny_engine, tiny_runner
 
 CONFIG = tiny_config(num_layers=2)
@@ -28,6 +33,17 @@ def new_cache() -> tj.Cache:
     )
 
 
+def counted(module, name, calls):
+    """Calls of a module's function are counted in `calls`."""
+    function = getattr(module, name)
+
+    def call(*given):
+        calls[name] += 1
+        return function(*given)
+
+    return mock.patch.object(module, name, call)
+
+
 class AtOnce:
     """What `NewRows` is to do, done at once."""
 
@@ -39,16 +55,15 @@ class AtOnce:
 
     def reserve(self, row, tokens, tail):
         self.cache = tables.reserve(PLAN, self.cache, row, tokens, tail)
-        return True
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, SEVERAL, SEVERAL + 1, 2 * SEVERAL + 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 16, 17, 35])
 def test_everything_in_batches(count):
     waiting = {row: str(row) for row in range(count)}
     seen = {}
     for rows, given in batches(waiting, 99):
-        assert len(rows) in (1, SEVERAL)
-        assert len(rows) == len(given)
+        assert len(rows) in SIZES
+        assert len(rows) == len(given) <= 4 * max(1, (rows != 99).sum())
         seen |= {row: what for row, what in zip(rows.tolist(), given, strict=True) if row != 99}
     assert seen == waiting
 
@@ -62,9 +77,9 @@ def test_any_order(seed):
 
     def both(what, row, *given):
         nonlocal cache
-        if not getattr(waits, what)(row, *given) and what == "reserve":
+        if what == "reserve" and row in waits:
             cache = waits.give(cache)
-            assert waits.reserve(row, *given)
+        getattr(waits, what)(row, *given)
         getattr(at_once, what)(np.int32(row), *given)
 
     for _ in range(60):
@@ -78,51 +93,72 @@ def test_any_order(seed):
             both("set_budgets", row, PLAN.budgets_at(float(random.uniform(0.1, 1.0))))
         used[row] = int(random.integers(1, MAX_TOKENS)), int(random.integers(MAX_TAIL))
         both("reserve", row, *used[row])
-    cache, other = waits.give(cache), at_once.cache
+    for one, other in zip(jax.tree.leaves(waits.give(cache)), jax.tree.leaves(at_once.cache), strict=True):
+        np.testing.assert_array_equal(one, other)
     assert not waits
-    np.testing.assert_array_equal(cache.budgets, other.budgets)
-    np.testing.assert_array_equal(np.asarray(cache.table) >= 0, np.asarray(other.table) >= 0)
-    assert int(cache.num_free) == int(other.num_free) > 0
-    owned = np.asarray(cache.table)
-    assert len(set(owned[owned >= 0].tolist())) == (owned >= 0).sum()
+    assert int(at_once.cache.num_free) > 0
 
 
 def test_a_crowd_costs_few_programs():
     calls: Counter[str] = Counter()
-
-    def counted(name):
-        function = getattr(tables, name)
-
-        def call(*given):
-            calls[name] += 1
-            return function(*given)
-
-        return mock.patch.object(new_rows.tables, name, call)
-
     waits = NewRows(PLAN, ROWS)
     for row in range(ROWS):
         waits.set_budgets(row, PLAN.budgets_at(0.2))
-        assert waits.reserve(row, 10, 2)
-    assert not waits.reserve(3, 11, 2)
-    with counted("set_budgets"), counted("reserve"):
+        waits.reserve(row, 10, 2)
+    assert 3 in waits
+    assert ROWS not in waits
+    with counted(tables, "set_budgets", calls), counted(tables, "reserve", calls):
         cache = waits.give(new_cache())
         waits.give(cache)
     assert calls == {"set_budgets": 2, "reserve": 2}
 
 
 def test_rows_that_wait_are_there_for_whoever_looks():
-    """At the runner: its cache and its sampler's state, in which rows with penalties are marked at once."""
+    """Also where a row's pages grow before it has run, and not after all was forgotten."""
     runner = tiny_runner("ragged")
     runner.reset()
     before = int(runner.cache.num_free)
     for row in range(3):
         runner.reserve(row, 20, 4)
-        runner.reserve(row, 40, 4)  # as the next tokens of a row that has not run yet
+        runner.reserve(row, 40, 4)
     pages = runner.plan.pages(40, 4)
     assert int(runner.cache.num_free) == before - 3 * pages
     runner.reserve(0, 60, 4)
     runner.reset()
     assert int(runner.cache.num_free) == before
+
+
+def test_samplers_that_begin_at_once():
+    """Twenty rows with and without penalties, one of them begun twice, by three programs; and their marks."""
+    config = tiny_config()
+    begun, programs = [], Counter[str]()
+
+    def begin(sampler, n, row, late=False):
+        how = SamplingParams(
+            max_tokens=9, temperature=n / 9, repetition_penalty=1 + n % 3, presence_penalty=float(n % 2)
+        )
+        request = GenerationRequest(request_id=str(n), prompt_ids=[n, n + 1, 7], sampling=how)
+        sequence = Sequence(request, 0, lambda _: None, n, n, PLAN.group_ppm)
+        sequence.state = RowState(row, PageBook(9, PLAN.num_page_lists).empty(), PLAN.group_ppm)
+        if late:  # as one that was preempted
+            sequence.tokens = [*sequence.tokens, 5, 5, 9]
+        sampler.start(sequence)
+
+    for at_once in (True, False):
+        sampler = RowSampler(config, 24, jax.devices()[0], part=4)
+        sampler.reset()
+        with counted(sampling, "set_row", programs):
+            begin(sampler, 1, 3)
+            for n in range(20):
+                begin(sampler, n, n, late=n > 15)
+                if not at_once:
+                    jax.block_until_ready(sampler.state)
+            begun.append(jax.tree.map(np.asarray, sampler.state))
+            if at_once:
+                assert programs == {"set_row": 2}
+    for one, other in zip(jax.tree.leaves(begun[0]), jax.tree.leaves(begun[1]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert begun[0].seen[:20].any(1).sum() > 9
 
 
 def test_a_crowd_is_answered_as_one_after_the_other():
