@@ -160,6 +160,7 @@ def check_two_devices() -> None:
         check(Case("ragged", (1.0, 1.0, None, 0.2), devices=2), 0, 10, patch)
 
 
+@pytest.mark.slow  # `test_engine_parallel` answers over two devices by default
 def test_random_requests_over_two_devices():
     on_simulated_devices(__file__, "check_two_devices", 2)
 
