@@ -114,13 +114,13 @@ def test_a_crowd_costs_few_programs():
 
 
 def test_rows_that_wait_are_there_for_whoever_looks():
-    """Also where a row's pages grow before it has run, and not after all was forgotten."""
+    """Also where a row that waits is to have others, and not after all was forgotten."""
     runner = tiny_runner("ragged")
     runner.reset()
     before = int(runner.cache.num_free)
     for row in range(3):
-        runner.reserve(row, 20, 4)
         runner.reserve(row, 40, 4)
+        runner.reserve(row, 20, 4)  # what it owns stays
     pages = runner.plan.pages(40, 4)
     assert int(runner.cache.num_free) == before - 3 * pages
     runner.reserve(0, 60, 4)
