@@ -125,7 +125,7 @@ def test_conversations_and_long_generations_share_steps_too(tiny, monkeypatch):
 
 
 def test_few_decode_tokens_beside_a_chunk_take_a_program_of_few_slots(tiny, monkeypatch):
-    """One beside three chunks and three beside one, more with all slots; the tokens are the same."""
+    """Up to three beside one chunk and one beside several; two beside several take all slots. The tokens are the same."""
     tiny.forget()
     seen = set()
 
@@ -136,22 +136,17 @@ def test_few_decode_tokens_beside_a_chunk_take_a_program_of_few_slots(tiny, monk
         return given
 
     monkeypatch.setattr(runner, "inputs_of", record)
-    long = tokens_of(30, 9)
+    prompts = [tokens_of(30, 9), *SHORT[:2], tokens_of(20, 10), *SHORT[:2]]
     asked = []
-    for n, prompt in enumerate([long, *SHORT[:3]]):
-        asked.append(tiny.ask(prompt, max_tokens=40, **FULL))
+    for long, *short in (prompts[:3], prompts[3:]):
+        asked.append(tiny.ask(long, max_tokens=60, **FULL))
         asked[-1].wait_for_tokens(1)
-        if n == 0:  # beside one that decodes
-            with tiny.held():
-                asked += [tiny.ask(prompt, max_tokens=1, **FULL) for prompt in SHORT[3:6]]
-    for one in asked:
-        one.wait()
+        with tiny.held():
+            asked += [tiny.ask(prompt, max_tokens=1, **FULL) for prompt in short]
+        for one in asked[-2:]:
+            one.wait()
+    answers = [one.wait()[0].tokens for one in asked]
     tiny.settle()
-    sizes = {(several, decoding): slots for several, decoding, slots in seen}
-    assert {slots for (several, _), slots in sizes.items() if not several} == {RUNNING - 1}
-    assert sizes[True, 1] == RUNNING - BUCKETS.places
-    assert all(slots >= decoding for (_, decoding), slots in sizes.items())
-    prompts = [long, *SHORT[3:6], *SHORT[:3]]
-    for prompt, one in zip(prompts, asked, strict=True):
-        tokens = one.answers[0].tokens
-        assert tokens == greedy(prompt, len(tokens))
+    few, all_of_them = RUNNING - BUCKETS.places, RUNNING + 1 - BUCKETS.places
+    assert seen == {(False, 0, RUNNING - 1), (False, 1, RUNNING - 1), (True, 1, few), (True, 2, all_of_them)}
+    assert answers == [greedy(p, n) for p, n in zip(prompts, (60, 1, 1, 60, 1, 1), strict=True)]

@@ -129,7 +129,7 @@ def test_rows_that_wait_are_there_for_whoever_looks():
 
 
 def test_samplers_that_begin_at_once():
-    """Twenty rows with and without penalties, one of them begun twice, by three programs; and their marks."""
+    """Twenty rows with and without penalties, one of them begun twice, by two programs; and their marks."""
     config = tiny_config()
     begun, programs = [], Counter[str]()
 
