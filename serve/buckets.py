@@ -53,13 +53,14 @@ class Buckets:
 
         The same for one chunk and for several, which have fewer decode slots for it: so the same programs sample both.
         """
-        return (*[self.few] * (self.few > 0 and chunk >= self.large), self.batches[-1] + 1)
+        every = self.batches[-1] + 1
+        return (self.few, every) if self.few and chunk >= self.large else (every,)
 
     @property
     def shapes(self) -> list["Shape"]:
         """Those of all programs, what takes longest to compile first.
 
-        Small chunks come with all decode slots, which cost little if empty.
+        Small chunks come with all decode slots alone, which cost little if empty.
         """
         several = [(c, self.places) for c in self.packed_chunks]
         mixed = [(c, 1) for c in self.mixed_chunks]

@@ -57,10 +57,11 @@ class RowSampler:
         self._starting, self._marks = {}, {}
         for rows, params in batches(starting, self._num_rows):
             self._state = sampling.set_row(self._state, rows, RowParams.several(params))
-        for row, (mark, tokens) in ((row, what) for row, many in marks.items() for what in many):
-            for part in itertools.batched(tokens, self._part):
-                padded = pad(np.asarray(part, np.int32), self._part)
-                self._state = mark(self._state, np.int32(row), padded, np.int32(len(part)))
+        for row, marks_of_row in marks.items():
+            for mark, tokens in marks_of_row:
+                for part in itertools.batched(tokens, self._part):
+                    padded = pad(np.asarray(part, np.int32), self._part)
+                    self._state = mark(self._state, np.int32(row), padded, np.int32(len(part)))
         return self._state
 
     @state.setter
