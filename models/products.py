@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.shares import Share, over_devices
-from pallas_kernels import all_reduce
+from pallas_kernels import all_reduce, dense_products
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.gates import Gate, opened
@@ -56,12 +56,13 @@ def product(
 
     `weights`: floats, [..., *columns] of `depth` rows in any number of axes; or that matrix in FP8, which kernels
     multiply on a Hopper GPU, elsewhere XLA operations. `config` says whether many tokens become FP8 for that.
+    Some dozens of tokens have a kernel for 16-bit floats, too.
     """
     if isinstance(weights, Fp8Weights):
         return _times(x, weights, config).reshape(-1, *columns)
     assert not isinstance(x, Fp8Tokens)
-    # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
-    return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
+    by_kernel = _by_kernel(x, weights, None)
+    return _by_xla(x, weights, columns) if by_kernel is None else by_kernel.reshape(-1, *columns)
 
 
 def gated_product(
@@ -71,8 +72,33 @@ def gated_product(
     gate: Gate = "gelu" if config.gelu else "silu"
     if isinstance(weights, Fp8Weights):
         return _times(x, weights, config, gate)
-    gate_up = product(x, weights, (2, config.intermediate_size), config)
+    assert not isinstance(x, Fp8Tokens)
+    by_kernel = _by_kernel(x, weights, gate)
+    if by_kernel is not None:
+        return by_kernel
+    gate_up = _by_xla(x, weights, (2, config.intermediate_size))
     return opened(gate_up[:, 0], gate) * gate_up[:, 1]
+
+
+def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:
+    # Contracting two axes at once would copy the weights on a CPU (20 ms instead of 1.2 ms a token).
+    return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
+
+
+def _by_kernel(x: Array, weights: Array, gate: Gate | None) -> Array | None:
+    """Tokens times a matrix of floats, [T, columns]; None where XLA's product is as fast as a kernel's, or there is none."""
+    tokens, depth = x.shape
+    columns = weights.size // depth
+    tuning = dense_products.tuning_for(tokens, depth, columns, gated=gate is not None)
+    if tuning is None:
+        return None
+    try:
+        for array in (x, weights):
+            check_one_device(array)
+        dense_products.check_supported(x, weights)
+    except NotImplementedError:
+        return None
+    return dense_products.dense_products(x, weights.reshape(depth, columns), gate=gate, tuning=tuning)
 
 
 def _times(x: Array | Fp8Tokens, weights: Fp8Weights, config: ModelConfig, gate: Gate | None = None) -> Array:

@@ -13,7 +13,7 @@ from jax import lax
 
 from models.config import ModelConfig
 from models.transformer import forward
-from pallas_kernels import fp8_products
+from pallas_kernels import dense_products, fp8_products
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
@@ -70,11 +70,11 @@ def step(
         decode = _decode_placed(decode, plan, cache)
         beside = sum(part.tokens.shape[0] for part in chunks)
         each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
-        more = -(-_missing_tokens(config, beside + decode.tokens.size) // each)
+        more = _missing_slots(config, beside + decode.tokens.size, each)
         decode, empty = _with_empty(decode, more, cache), more * each
     tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
     wanted = len(logits_at) - empty
-    if chunks:  # else the head might have one token alone, of which see `_missing_tokens`
+    if chunks:  # else the head might have one token alone, of which see `_missing_slots`
         logits_at = logits_at[:wanted]
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     heads = (config.num_kv_heads, config.group_size, config.head_dim)
@@ -178,16 +178,22 @@ def decode_step(
 _NO_SCORER: Any = None
 
 
-def _missing_tokens(config: ModelConfig, tokens: int) -> int:
-    """How many a step of `tokens` lacks on a GPU: empty slots take their place, which attention leaves out.
+def _missing_slots(config: ModelConfig, tokens: int, each: int) -> int:
+    """How many slots of `each` tokens a step of `tokens` lacks on a GPU: empty ones, which attention leaves out.
 
     XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
-    their own.
+    their own. Some dozens of tokens have kernels for their products if they are a multiple of eight.
     """
     if jax.default_backend() != "gpu":
         return 0
     if config.weights_fp8:
-        return -tokens % fp8_products.LEAST_TOKENS
+        return -(-(-tokens % fp8_products.LEAST_TOKENS) // each)
+    if dense_products.takes(tokens):
+        wanted = (
+            n for n in range(dense_products.MULTIPLE) if (tokens + n * each) % dense_products.MULTIPLE == 0
+        )
+        more = next(wanted, 0)
+        return more if tokens + more * each <= dense_products.MOST_TOKENS else 0
     return int(tokens == 1)
 
 

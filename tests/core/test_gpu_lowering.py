@@ -12,7 +12,7 @@ import pytest
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.fp8_weights import in_fp8
-from models.products import product
+from models.products import gated_product, product
 from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from pallas_kernels import chunk_prefill, fp8_products, keep, ragged_decode
 from tangram_jax import gpu_attention
@@ -133,6 +133,46 @@ def test_products_with_fp8_weights_lower(hopper, caplog):
     assert kernels(text) == 2 + 4  # attention, appending, and the four products
     assert "stablehlo.while" not in text
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(32, 0), (64, 1), (128, 1), (60, 0), (136, 0)])
+def test_products_of_some_dozens_of_tokens_lower(hopper, tokens, count):
+    config = tiny_config(hidden_size=4096, intermediate_size=8192)
+    x = jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((4096, 2, 8192), jnp.bfloat16)
+    text = lowered(lambda x, w: gated_product(x, w, config), x, weights)
+    assert kernels(text) == count and text.count("stablehlo.dot_general") == 1 - count
+    for columns in ((8, 6, 128), (4096,)):  # the latter are split along the depth
+        weights = jax.ShapeDtypeStruct((4096, *columns), jnp.bfloat16)
+        text = lowered(lambda x, w, columns=columns: product(x, w, columns, config), x, weights)
+        assert kernels(text) == count and text.count("stablehlo.dot_general") == 1 - count
+
+
+@pytest.mark.parametrize(
+    ("slots", "each", "tokens"),
+    [
+        (36, 1, 36),
+        (45, 1, 48),
+        (64, 1, 64),
+        (130, 1, 130),
+        (12, 5, 80),
+        (25, 3, 96),
+        (25, 5, 125),
+        (11, 4, 44 + 4),
+    ],
+)
+def test_a_step_of_some_dozens_of_tokens_has_a_multiple_of_eight(hopper, slots, each, tokens):
+    """Others have no kernel for their products."""
+    params = random_params(CONFIG, 0, jnp.bfloat16)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)
+    cache = tj.init_cache(plan, CONFIG, num_pages=64, max_requests=4, max_tokens=256, dtype=jnp.bfloat16)
+    decode = tj.Decode(np.zeros(slots, np.int32), np.zeros((slots, each)[: 1 + (each > 1)], np.int32))
+
+    def step(params, cache):
+        return tj.step(params, CONFIG, plan, None, cache, None, decode)[0]
+
+    text = str(jax.make_jaxpr(step)(params, cache))
+    assert f"bf16[{tokens},{CONFIG.hidden_size}]" in text
 
 
 def test_products_of_many_tokens_in_fp8_lower(hopper, caplog):

@@ -294,7 +294,7 @@ def test_what_is_done_to_a_number_of_no_row_does_nothing(number):
 
 @pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), (3, 8), (4, 4)])
 def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, monkeypatch):
-    """As on a GPU: see `_missing_tokens`."""
+    """As on a GPU: see `_missing_slots`."""
     plan = plan_of("ragged", 2, 8, min_entries=12)
     cache = new_cache(plan)
     for row in range(tokens - 1):
@@ -306,7 +306,7 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
         "tokens": random_tokens(tokens),
     }  # the last row has no page
     want, cache = decode_step(PARAMS, CONFIG, plan, cache, **given)
-    monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_tokens", lambda *_: least - tokens)
+    monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_slots", lambda *_: least - tokens)
     anew = functools.partial(tj.decode_step)  # a jit of the function itself finds its old trace
     traced = jax.jit(anew, static_argnums=(1, 2), donate_argnames="cache")
     got, apart = traced(PARAMS, CONFIG, plan, apart, **given)
@@ -317,15 +317,29 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
 
 
 @pytest.mark.parametrize(
-    ("fp8", "tokens", "missing"),
-    [(False, 1, 1), (False, 3, 0), (False, 65, 0), (True, 1, 7), (True, 16, 0), (True, 512 + 29, 3)],
+    ("fp8", "tokens", "each", "slots"),
+    [
+        (False, 1, 1, 1),
+        (False, 3, 1, 0),
+        (False, 39, 1, 0),
+        (False, 65, 1, 7),
+        (False, 129, 1, 0),
+        (False, 60, 5, 4),
+        (False, 66, 4, 0),
+        (False, 125, 5, 0),
+        (True, 1, 1, 7),
+        (True, 16, 1, 0),
+        (True, 512 + 29, 1, 3),
+        (True, 60, 5, 1),
+    ],
 )
-def test_empty_slots_on_a_gpu(fp8, tokens, missing, monkeypatch):
+def test_empty_slots_on_a_gpu(fp8, tokens, each, slots, monkeypatch):
+    """Some dozens of tokens up to a multiple of eight, if slots of `each` can and it is not more than have kernels."""
     step = sys.modules["tangram_jax.step"]
     config = CONFIG.replace(weights_fp8=fp8)
-    assert step._missing_tokens(config, tokens) == 0
+    assert step._missing_slots(config, tokens, each) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert step._missing_tokens(config, tokens) == missing
+    assert step._missing_slots(config, tokens, each) == slots
 
 
 def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
@@ -335,7 +349,7 @@ def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
     decode = tj.Decode(np.array([0, 2], np.int32), np.array([20, 30], np.int32))
     outs = []
     for cache, empty in zip(caches, (0, 3), strict=True):
-        monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_tokens", lambda *_, empty=empty: empty)
+        monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_slots", lambda *_, empty=empty: empty)
         _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(0))
         cache = tj.reserve(plan, cache, np.int32(1), np.int32(SLOTS), np.int32(4))
         run = functools.partial(tj.step)  # traced anew

@@ -1,0 +1,75 @@
+"""How the dense products are cut, one frozen record for each generation of GPUs, by compute capability."""
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.support import num_sms, record_for
+
+TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
+MULTIPLE = 8  # of tokens
+MOST_TOKENS = 128  # whose sums two warpgroups' registers hold; with more XLA's products are as fast
+STEP = 64  # of the depth, that a step loads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What depends on the shape of the weights and how many tokens there are."""
+
+    columns: int  # of the weights, a CTA's; of gated ones as many gates, and as many others
+    splits: int = 1  # of the depth, each a CTA of a cluster, which adds the parts up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What depends on the chip."""
+
+    shared_bytes: int = 227 * 1024  # of an SM's shared memory, what a CTA may take
+    columns: tuple[int, ...] = (128, 64)
+    splits: tuple[int, ...] = (1, 2)  # clusters of four leave many SMs without work
+    least_tokens: int = 40  # with fewer XLA's products keep that pace as well
+    least_ctas: float = 0.6  # of the multiprocessors
+    least_weights: int = 1 << 23  # numbers; smaller matrices were not measured
+    kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
+
+
+TUNING = {"9.0": Generation()}
+
+
+def tuning_for(
+    tokens: int, depth: int, columns: int, *, gated: bool = False, device: jax.Device | None = None
+) -> Tuning | None:
+    """For so many tokens and weights [depth, columns]; None if the kernel cannot cut them, or XLA's products are as fast.
+
+    All CTAs have a multiprocessor of their own. The least share of the weights is best; among equals few splits.
+    """
+    generation, halves = record_for(TUNING, device), 2 if gated else 1
+    choices = []
+    for splits in generation.splits if not gated else (1,):
+        for wide in generation.columns:
+            ctas = columns // (wide * halves) * splits
+            if columns % (wide * halves) == depth % (STEP * splits) == 0 and ctas <= num_sms():
+                choices.append((-ctas, splits, Tuning(columns=wide, splits=splits)))
+    small = depth * columns < generation.least_weights
+    if not choices or small or not takes(tokens, device) or tokens % MULTIPLE:
+        return None
+    ctas, _, tuning = min(choices, key=lambda choice: choice[:2])
+    return tuning if -ctas >= generation.least_ctas * num_sms() else None
+
+
+def takes(tokens: int, device: jax.Device | None = None) -> bool:
+    """Whether products of about so many tokens are worth the kernel on the device, by default the first.
+
+    One that is no GPU stands for those on which they are.
+    """
+    device = jax.devices()[0] if device is None else device
+    generation = record_for(TUNING, device)
+    known = device.platform != "gpu" or any(
+        kind in getattr(device, "device_kind", "") for kind in generation.kinds
+    )
+    return known and generation.least_tokens <= tokens <= MOST_TOKENS
+
+
+def warpgroups(tokens: int) -> int:
+    """That compute, for so many tokens."""
+    return -(-tokens // TOKENS)

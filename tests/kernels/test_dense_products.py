@@ -1,0 +1,155 @@
+"""Products of some dozens of tokens on the CPU: how they are cut, and the kernel under the interpreter."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from benchmarks.gpu_program import as_on_hopper
+from models.products import gated_product, product
+from models.testing import tiny_config
+from pallas_kernels import dense_products
+from pallas_kernels.dense_products import MOST_TOKENS, Tuning, tuning_for
+from pallas_kernels.dense_products.tuning import STEP
+from pallas_kernels.support import num_sms
+from tests.kernels.dense_cases import check_products
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "columns", "gate", "tuning"),
+    [
+        (8, 128, 64, None, Tuning(columns=64)),
+        (72, 512, 128, None, Tuning(columns=64, splits=2)),
+        (64, 576, 256, None, Tuning(columns=128)),
+        (104, 1024, 256, "silu", Tuning(columns=64)),
+        (40, 1024, 256, "gelu", Tuning(columns=128)),
+    ],
+    ids=[
+        "one step",
+        "split, two warpgroups",
+        "slots used again",
+        "gated, part of a warpgroup",
+        "gated by tanh",
+    ],
+)
+def test_kernel_in_the_interpreter(tokens, depth, columns, gate, tuning):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    check_products(tokens, depth, columns, gate, tuning, "float16", interpret)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@given(
+    st.integers(5, 17).map(lambda n: 8 * n),
+    st.integers(16, 240).map(lambda n: 64 * n),
+    st.integers(32, 512).map(lambda n: 64 * n),
+    st.booleans(),
+)
+def test_what_is_cut_is_cut_evenly(tokens, depth, columns, gated):
+    tuning = tuning_for(tokens, depth, columns, gated=gated)
+    if tuning is None:
+        return
+    assert tokens % 8 == 0 and tokens <= MOST_TOKENS
+    assert depth % (STEP * tuning.splits) == 0 and columns % (tuning.columns * (1 + gated)) == 0
+    assert not (gated and tuning.splits > 1)
+    ctas = columns // (tuning.columns * (1 + gated)) * tuning.splits
+    assert num_sms() / 2 < ctas <= num_sms()
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "gated", "tuning"),
+    [
+        (4096, 6144, False, Tuning(columns=64)),
+        (4096, 4096, False, Tuning(columns=64, splits=2)),
+        (4096, 2 * 14336, True, Tuning(columns=128)),
+        (14336, 4096, False, Tuning(columns=64, splits=2)),
+        (9728, 2560, False, Tuning(columns=64, splits=2)),
+        (2560, 2 * 9728, True, None),
+        (2560, 2 * 9728, False, None),
+        (576, 960, False, None),
+    ],
+    ids=[
+        "qkv",
+        "attention's output",
+        "gate and up",
+        "down",
+        "of 4B",
+        "too many for one round",
+        "the same apart",
+        "too few",
+    ],
+)
+def test_models_are_cut_so(depth, columns, gated, tuning):
+    assert tuning_for(128, depth, columns, gated=gated) == tuning
+    assert tuning_for(16, depth, columns, gated=gated) is None  # XLA's products are as fast
+    assert tuning_for(MOST_TOKENS + 8, depth, columns, gated=gated) is None
+
+
+def test_what_has_no_kernel_is_said():
+    x, weights = jnp.ones((64, 4096), jnp.bfloat16), jnp.ones((4096, 4096), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="platform cpu: the kernels run on NVIDIA Hopper GPUs"):
+        dense_products.dense_products(x, weights)
+    with pytest.raises(NotImplementedError, match="tokens of float32 and weights of bfloat16"):
+        dense_products.dense_products(x.astype(jnp.float32), weights)
+    with pytest.raises(NotImplementedError, match="60 tokens: the kernel takes multiples of 8 up to 128"):
+        dense_products.dense_products(x[:60], weights)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        dense_products.dense_products(
+            x, weights[:, :96], tuning=Tuning(columns=64), interpret=plgpu.InterpretGPUParams()
+        )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Gates of the products that models have the kernel for."""
+    gates = []
+
+    def products(x, weights, *, gate, tuning):
+        gates.append(gate)
+        return jnp.zeros((len(x), weights.shape[1] // (2 if gate else 1)), x.dtype)
+
+    monkeypatch.setattr(dense_products, "dense_products", products)
+    return gates
+
+
+def trace(x=None, weights=None, dtype=jnp.bfloat16, tokens=64, **config) -> None:
+    """Both products of a model of 4096, x and weights somewhere."""
+    config = tiny_config(hidden_size=4096, intermediate_size=8192, **config)
+    x = jax.ShapeDtypeStruct((tokens, 4096), dtype, sharding=x)
+    for function, columns in (
+        (lambda x, w: product(x, w, (2, 2048), config), 2048),
+        (lambda x, w: gated_product(x, w, config), 8192),
+    ):
+        jax.eval_shape(function, x, jax.ShapeDtypeStruct((4096, 2, columns), dtype, sharding=weights))
+
+
+def test_models_have_the_kernel_on_an_h100_only(asked, monkeypatch):
+    trace()
+    assert not asked
+    with as_on_hopper():
+        trace()
+        trace(gelu=True, dtype=jnp.float16)
+        assert asked == [None, "silu", None, "gelu"]
+        asked.clear()
+        mesh = NamedSharding(AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+        for given in (
+            {"dtype": jnp.float32},
+            {"tokens": 32},
+            {"tokens": 100},
+            {"x": mesh},
+            {"weights": mesh},
+        ):
+            trace(**given)
+        others = {"platform": "gpu", "compute_capability": "9.0", "core_count": 132}
+        for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+            assert not asked  # on the former it was not measured
+            monkeypatch.setattr(
+                jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind, **others)]
+            )
+            trace()
+    assert asked == [None, "silu"]
