@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve.sequence import RowState
-from serve.sessions import ReachBack, StoredSession, find
+from serve.sessions import ReachBack, StoredSession, TurnOf, find, next_to_go
 
 
 @dataclass(eq=False, kw_only=True)
@@ -18,11 +18,12 @@ class HostedSession(StoredSession):
 
 
 class HostStore:
-    """Never more than `limit` bytes: the least recently used ones go first."""
+    """Never more than `limit` bytes: those go first that are `next_to_go`, by last use."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
         self.held: HostedSession | None = None  # does not go: it is being brought back
+        self.turn_of: TurnOf = lambda session: None
         self._sessions: dict[HostedSession, None] = {}  # in order of their last use
 
     def __len__(self) -> int:
@@ -37,7 +38,9 @@ class HostStore:
         if size > self.limit - held:
             return False
         while self.used + size > self.limit:
-            self.remove(next(s for s in self if s is not self.held))
+            session = next_to_go((s for s in self if s is not self.held), self.turn_of)
+            assert session
+            self.remove(session)
         return True
 
     def put(self, session: HostedSession) -> None:

@@ -8,6 +8,7 @@ back from preemption are the same thing.
 
 from collections import Counter, deque
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from serve.request import RequestRejected
 from serve.row_operations import RowOperations
 from serve.rows import Rows
 from serve.sequence import Phase, Sequence, Work
-from serve.sessions import ReachBack, StoredSession
+from serve.sessions import ReachBack, StoredSession, find
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
 
 RETENTIONS = 256  # different ones that are remembered
+NEXT = 64  # waiting prompts for which stored rows are spared
 
 
 class Scheduler:
@@ -48,6 +50,7 @@ class Scheduler:
         self.budgets = lru_cache(maxsize=RETENTIONS)(plan.budgets_at)
         self._chunks = Chunks(plan, limits, self.rows, self._reach_back, self.counters, self._obtain)
         self.offload = Offload(self.rows, device, limits.host_bytes, limits.least_shared, self.counters)
+        self.sessions.turn_of = self.offload.store.turn_of = self._turn_of
 
     # Admission
 
@@ -171,6 +174,14 @@ class Scheduler:
         if sequence.needs_prompt_logprobs or not self.limits.max_stored:
             return None, 0
         return self.sessions.find(sequence.token_array, sequence.budgets, self._reach_back) or (None, 0)
+
+    def _turn_of(self, session: StoredSession) -> int | None:
+        """How many prompts wait before the first of the next ones that would go on from a stored row."""
+        for turn, sequence in enumerate(islice(self.waiting, NEXT)):
+            given = sequence.token_array, sequence.budgets, self._reach_back, self.limits.least_shared
+            if not sequence.needs_prompt_logprobs and find([session], *given):
+                return turn
+        return None
 
     def _hosted(self, sequence: Sequence, stays: int) -> tuple[HostedSession | None, int]:
         """The same of those in host memory, if there is one that saves more than `stays` tokens."""

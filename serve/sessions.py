@@ -1,7 +1,7 @@
 """Rows at rest, until their pages are needed: conversations between two turns, and what several prompts begin with."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +32,32 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
     return size
 
 
+# How many prompts wait before the first that would go on from a row; None: none does.
+TurnOf = Callable[[StoredSession], int | None]
+
+
+def next_to_go[S: StoredSession](sessions: Iterable[S], turn_of: TurnOf) -> S | None:
+    """The first, of `sessions` by last use, that no prompt waits for; else the one whose turn comes last.
+
+    Conversations whose turns come all at once would otherwise each cost the next one its row.
+    """
+    latest, last = None, -1
+    for session in sessions:
+        turn = turn_of(session)
+        if turn is None:
+            return session
+        if turn > last:
+            latest, last = session, turn
+    return latest
+
+
 class SessionStore:
     """Stored rows by last use. A conversation is continued by one request at a time, which removes it from here."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._sessions: OrderedDict[int, StoredSession] = OrderedDict()
+        self.turn_of: TurnOf = lambda session: None
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -67,8 +87,11 @@ class SessionStore:
         self._sessions.move_to_end(session.state.row, last=not first_to_go)
 
     def evict(self) -> StoredSession | None:
-        """Remove and return the least recently used one."""
-        return self._sessions.popitem(last=False)[1] if self._sessions else None
+        """Remove and return the `next_to_go`."""
+        session = next_to_go(self, self.turn_of)
+        if session:
+            self.remove(session)
+        return session
 
     def remove(self, session: StoredSession) -> None:
         del self._sessions[session.state.row]

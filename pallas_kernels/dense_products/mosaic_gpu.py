@@ -21,10 +21,8 @@ from pallas_kernels.gates import Gate, gated
 from pallas_kernels.support import record_for
 
 i32, f32 = jnp.int32, jnp.float32
-LOADING, COMPUTING = (
-    40,
-    232,
-)  # registers of a thread: of one and two warpgroups as many as three get by default
+# Registers of a thread in the loading and in two computing warpgroups: together what three get by default.
+LOADING, COMPUTING = 40, 232
 OTHER = 2 * 1024  # bytes of shared memory beside the buffers
 
 

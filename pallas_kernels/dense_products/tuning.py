@@ -41,7 +41,8 @@ def tuning_for(
 ) -> Tuning | None:
     """For so many tokens and weights [depth, columns]; None if the kernel cannot cut them, or XLA's products are as fast.
 
-    All CTAs have a multiprocessor of their own. The least share of the weights is best; among equals few splits.
+    All CTAs have a multiprocessor of their own, and each the same share of the weights: so many CTAs are best, and among
+    equals those with fewer splits.
     """
     generation, halves = record_for(TUNING, device), 2 if gated else 1
     choices = []

@@ -36,6 +36,17 @@ def test_the_least_recently_used_go_first_and_only_as_many_as_must():
     assert store.used == 6
 
 
+def test_what_a_prompt_waits_for_goes_last():
+    store = HostStore(4)
+    sessions = [hosted([i] * 9) for i in range(4)]
+    for session in sessions:
+        store.put(session)
+    store.turn_of = lambda session: {0: 0, 1: 1, 2: None, 3: 2}[int(session.tokens[0])]
+    store.held = sessions[3]
+    assert store.make_room(2)
+    assert list(store) == [sessions[0], sessions[3]]
+
+
 def test_what_is_too_large_costs_nothing_its_place():
     store = HostStore(10)
     store.put(hosted([1], size=10))

@@ -1,5 +1,7 @@
 """The scheduler on a fake device: stored sessions, which the next turn of a conversation takes over."""
 
+import pytest
+
 from tests.serve.fake_device import expected
 from tests.serve.loop import make_plan
 from tests.serve.test_scheduler import FULL, loop, prompt, running, waiting
@@ -62,6 +64,35 @@ def test_a_prompt_is_left_behind_only_where_there_is_room_and_goes_first():
     assert lengths(bench) == [21, 31, 69]
     bench.run(prompt(50, 3), max_tokens=30, ignore_eos=True)  # its prompt would cost another conversation
     assert lengths(bench) == [31, 69, 79]
+
+
+@pytest.mark.parametrize("probs", [None, 0])
+def test_turns_that_come_at_once_cost_each_other_as_few_rows_as_may_be(probs):
+    """Five of six conversations fit. Evicted by last use, each would make room for the one before it."""
+    plan = make_plan()
+    bench = loop(5 * plan.pages(53, 12), plan, max_running=8, max_stored=8)
+    texts = [prompt(40, seed) for seed in range(6)]
+    for turn in range(3):
+        jobs = [bench.add(text, max_tokens=6, ignore_eos=True, prompt_logprobs=probs) for text in texts]
+        bench.drain()
+        for job in jobs:
+            job.check()
+        found = sum(job.cached > 0 for job in jobs)
+        assert found == 0 if probs is not None or not turn else found >= 3
+        texts = [[*text, *job.tokens(), turn] for text, job in zip(texts, jobs, strict=True)]
+    bench.evict_all()
+
+
+def test_a_row_is_spared_for_the_next_prompts_only(monkeypatch):
+    monkeypatch.setattr("serve.scheduler.NEXT", 2)
+    bench = loop(plan=make_plan(), max_running=1)
+    rows = [bench.run(prompt(40, seed), max_tokens=6, ignore_eos=True) for seed in range(3)]
+    bench.add(prompt(40, 9), max_tokens=60, ignore_eos=True)
+    bench.step()
+    for seed in (2, 1, 0):
+        bench.add([*prompt(40, seed), *rows[seed].tokens(), 7], max_tokens=3)
+    turns = {s.tokens[0]: bench.scheduler.sessions.turn_of(s) for s in bench.scheduler.sessions}
+    assert turns == {prompt(40, 0)[0]: None, prompt(40, 1)[0]: 1, prompt(40, 2)[0]: 0}
 
 
 def test_prompts_given_up_early_cost_no_conversation_its_place():

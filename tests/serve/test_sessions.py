@@ -107,6 +107,15 @@ def test_evicts_by_last_use():
     assert [s.state.row if s else None for s in evicted] == [1, 2, 0, None]
 
 
+def test_evicts_what_no_prompt_waits_for_then_what_waits_longest():
+    store = SessionStore(5)
+    for row in range(5):
+        stored(store, [row, row], 2, row=row)
+    store.turn_of = lambda session: {0: 1, 1: 0, 2: None, 3: 2, 4: None}[session.state.row]
+    evicted = [store.evict() for _ in range(6)]
+    assert [s.state.row if s else None for s in evicted] == [2, 4, 3, 0, 1, None]
+
+
 def test_the_prefix_that_goes_is_the_first_from_which_nothing_went_on():
     store = SessionStore(4)
     sessions = [stored(store, [i, i], 2, row=i) for i in range(4)]
