@@ -4,6 +4,8 @@
   python -m benchmarks.engine_sessions --sessions 6 --history 100000
   python -m benchmarks.engine_sessions --sessions 48 --retention 0.25 --kv-gib 20 --offload-gib 64
                                                          more than fit compressed, without host memory and with it
+  python -m benchmarks.engine_sessions --retention 1 --by-last-use
+                                                         and with rows evicted by last use, whoever waits for them
 
 All conversations send a turn at once: `--add` new tokens, `--generate` tokens back. They differ in retention alone and
 have as much memory for keys and values, by default what vLLM has beside the weights of Llama-3.1-8B on a card of 80 GB.
@@ -17,6 +19,7 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -27,9 +30,9 @@ from serve.engine import Engine
 from serve.transfers import allow_pinned
 
 
-def converse(engine: Engine, vocab: int, args: argparse.Namespace) -> list[dict[str, float]]:
+def converse(engine: Engine, vocab: int, args: argparse.Namespace, seed: int = 0) -> list[dict[str, float]]:
     """Seconds until all have answered and the share of prompt tokens found in the cache, of every turn."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, vocab, args.history).tolist() for _ in range(args.sessions)]
     answer_all(engine, [list(range(32))], 4)  # whatever a first time brings
     rows: list[dict[str, float]] = []
@@ -65,6 +68,11 @@ def main() -> None:
         default=0.0,
         help="host memory for more: each retention without it and with it",
     )
+    parser.add_argument(
+        "--by-last-use",
+        action="store_true",
+        help="other conversations after that, with nothing spared for waiting turns",
+    )
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--scorer", default="snapkv")
@@ -89,6 +97,10 @@ def main() -> None:
         )  # fmt: skip
         names.append(f"retention {retention:g}" + (f", {offload:g} GiB of host memory" if offload else ""))
         rows = results[names[-1]] = converse(engine, config.vocab_size, args)
+        if args.by_last_use:
+            names.append(f"{names[-1]}, by last use")
+            with mock.patch("serve.scheduler.NEXT", 0):
+                rows = results[names[-1]] = converse(engine, config.vocab_size, args, seed=1)
         engine.stop()
         del engine
         gc.collect()  # its pool must go before the next one comes
