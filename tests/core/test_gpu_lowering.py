@@ -41,15 +41,15 @@ def kernels(text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("scorer", "cluster", "dtype", "batches"),
+    ("scorer", "cluster", "dtype", "batch"),
     [
-        ("snapkv", "layer", jnp.bfloat16, (1, 8)),
-        ("expected_attention", "model", jnp.bfloat16, (1,)),
-        ("snapkv", "model", jnp.uint8, (8,)),
+        ("snapkv", "layer", jnp.bfloat16, 8),
+        ("expected_attention", "model", jnp.bfloat16, 1),
+        ("snapkv", "model", jnp.uint8, 8),
     ],
     ids=["sums", "moments", "bytes"],
 )
-def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batches):
+def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batch):
     profile = tj.BudgetProfile.from_ratios(
         np.random.default_rng(0).uniform(0.1, 0.9, (1, CONFIG.num_layers, CONFIG.num_kv_heads)), retention=0.5
     )
@@ -69,13 +69,12 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batches):
     # Attention, writing, and the window's sums or the model's moments and logits; bytes are unpacked.
     assert kernels(text) == (3 if scorer == "snapkv" else 4) + (dtype == jnp.uint8)
     assert "stablehlo.while" not in text  # the host would wait for the loop's condition
-    for batch in batches:
-        text = lowered(
-            lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
-            params, cache, rows=np.zeros(batch, np.int32), tokens=np.zeros(batch, np.int32),
-        )  # fmt: skip
-        assert kernels(text) == 2  # attention, appending
-        assert "stablehlo.while" not in text
+    text = lowered(
+        lambda params, cache, **given: tj.decode_step(params, CONFIG, plan, cache, **given),
+        params, cache, rows=np.zeros(batch, np.int32), tokens=np.zeros(batch, np.int32),
+    )  # fmt: skip
+    assert kernels(text) == 2  # attention, appending
+    assert "stablehlo.while" not in text
     assert not caplog.records  # nothing was left to XLA with a warning
 
 
@@ -135,7 +134,7 @@ def test_products_with_fp8_weights_lower(hopper, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("tokens", "count"), [(32, 0), (64, 1), (128, 1), (60, 0), (136, 0)])
+@pytest.mark.parametrize(("tokens", "count"), [(32, 0), (64, 1), (60, 0), (136, 0)])
 def test_products_of_some_dozens_of_tokens_lower(hopper, tokens, count):
     config = tiny_config(hidden_size=4096, intermediate_size=8192)
     x = jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16)
