@@ -316,23 +316,10 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("fp8", "tokens", "each", "slots"),
-    [
-        (False, 1, 1, 1),
-        (False, 3, 1, 0),
-        (False, 39, 1, 0),
-        (False, 65, 1, 7),
-        (False, 129, 1, 0),
-        (False, 60, 5, 4),
-        (False, 66, 4, 0),
-        (False, 125, 5, 0),
-        (True, 1, 1, 7),
-        (True, 16, 1, 0),
-        (True, 512 + 29, 1, 3),
-        (True, 60, 5, 1),
-    ],
-)
+@pytest.mark.parametrize(("fp8", "tokens", "each", "slots"), [
+    (False, 1, 1, 1), (False, 3, 1, 0), (False, 39, 1, 0), (False, 65, 1, 7), (False, 129, 1, 0), (False, 60, 5, 4),
+    (False, 66, 4, 0), (False, 125, 5, 0), (True, 1, 1, 7), (True, 16, 1, 0), (True, 512 + 29, 1, 3), (True, 60, 5, 1),
+])  # fmt: skip
 def test_empty_slots_on_a_gpu(fp8, tokens, each, slots, monkeypatch):
     """Some dozens of tokens up to a multiple of eight, if slots of `each` can and it is not more than have kernels."""
     step = sys.modules["tangram_jax.step"]
