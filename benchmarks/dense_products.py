@@ -12,7 +12,6 @@ norm and a head of 1,024 columns in it. Where the engine has XLA's products beca
 the kernel is asked all the same.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -26,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.decode_step import XLA_PRODUCTS, random_weights
-from benchmarks.gpu_timing import kernels_of, read_roof
-from benchmarks.measured import add_options, measure_rows, of_model
+from benchmarks.gpu_timing import kernels_of
+from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES
 from models.config import ModelConfig
 from models.products import gated_product, product
@@ -118,18 +117,10 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    options = parser.parse_args(argv)
     rows = [Row(name, tokens) for name in MODELS for tokens in TOKENS]
-    of_model(rows, options.model)
-    roof = 0.0 if options.list else read_roof()
-    print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
     on_all = {key: dataclasses.replace(record, kinds=("",)) for key, record in TUNING.items()}
     with mock.patch.dict(TUNING, on_all):
-        measure_rows(rows, functools.partial(measure, roof=roof), options)
+        main_of_rows(__doc__, rows, measure, argv)
 
 
 if __name__ == "__main__":

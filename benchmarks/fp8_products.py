@@ -10,7 +10,6 @@ where tokens are many, they in FP8 too, what makes them so included. "norms": th
 norms after them, their results in FP8, a kernel each; "apart": XLA's kernels and one that quantises.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -20,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_timing import kernels_of, read_roof
-from benchmarks.measured import add_options, measure_rows, of_model
+from benchmarks.gpu_timing import kernels_of
+from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES
 from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
@@ -146,16 +145,8 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    options = parser.parse_args(argv)
-    rows = [Row(model, tokens) for model in MODELS for tokens in TOKENS]
-    of_model(rows, options.model)
-    roof = 0.0 if options.list else read_roof()
-    print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
-    measure_rows(rows, functools.partial(measure, roof=roof), options)
+    rows = [Row(name, tokens) for name in MODELS for tokens in TOKENS]
+    main_of_rows(__doc__, rows, measure, argv)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import dataclasses
+import functools
 import os
 import time
 import traceback
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+
+from benchmarks.gpu_timing import read_roof
 
 
 class Row(Protocol):
@@ -99,6 +102,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=float, help="begin no row later than this; the same command goes on from its --csv"
     )
     parser.add_argument("--list", action="store_true", help="print the rows, and measure nothing")
+
+
+def main_of_rows(
+    description: str | None,
+    rows: Sequence[Any],
+    measure: Callable[..., dict[str, Any]],
+    argv: list[str] | None,
+) -> None:
+    """A command that measures rows, each by `measure(row, roof=...)` of the GB/s of a large reduction in the same run."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    options = parser.parse_args(argv)
+    of_model(rows, options.model)
+    roof = 0.0 if options.list else read_roof()
+    print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
+    measure_rows(rows, functools.partial(measure, roof=roof), options)
 
 
 def measure_rows(
