@@ -43,7 +43,7 @@ def kernels(text: str) -> int:
 @pytest.mark.parametrize(
     ("scorer", "cluster", "dtype", "batch"),
     [
-        ("snapkv", "layer", jnp.bfloat16, 8),
+        pytest.param("snapkv", "layer", jnp.bfloat16, 8, marks=pytest.mark.slow),
         ("expected_attention", "model", jnp.bfloat16, 1),
         ("snapkv", "model", jnp.uint8, 8),
     ],
@@ -78,7 +78,9 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batch):
     assert not caplog.records  # nothing was left to XLA with a warning
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8], ids=["bfloat16", "bytes"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.uint8], ids=["bfloat16", "bytes"]
+)
 def test_drafts_lower(hopper, caplog, dtype):
     """Attention is the kernel alone: it reads a row's tokens as the model leaves them, and they see each other in it."""
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 0.5), 2, 16)

@@ -254,7 +254,9 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("tensor",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("linked", [False, True], ids=["apart", "linked"])
+@pytest.mark.parametrize(
+    "linked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["apart", "linked"]
+)
 @pytest.mark.parametrize(
     ("fields", "more"),
     [({}, (0, 0)), ({"weights_fp8": True}, (4, 4)), (EXPERTS | {"experts_mxfp4": True}, (2, 3))],

@@ -74,12 +74,21 @@ def seen_by(plan: cp.ChunkPlan) -> dict[tuple[int, int], set[tuple[str, int]]]:
     return result
 
 
+TILES = [*((4, window) for window in (None, 1, 100, 128, 700)), (3, None), (5, 100)]
+
+
 @pytest.mark.parametrize(
-    ("group", "window"), [*((4, window) for window in (None, 1, 100, 128, 700)), (3, None), (5, 100)]
+    ("group", "window", "behind", "given"),
+    [
+        *((*tile, None, given) for tile in TILES for given in (False, True)),
+        *(
+            (4, window, [99, 128, 0], given)
+            for window, given in ((None, False), (1, True), (100, True), (700, True))
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("given", [False, True], ids=["one request", "three requests"])
-@pytest.mark.parametrize("behind", [None, [99, 128, 0]], ids=str)
-def test_plan_names_every_block_once(group, given, window, behind):
+def test_plan_names_every_block_once(group, window, behind, given):
     """Few tiles of unequal work are cut into pieces."""
     rng = np.random.default_rng(0)
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
@@ -218,6 +227,7 @@ def test_three_places_for_blocks_in_the_interpreter():
     check_interpreted(make_case([[400]], 16, group=4, head_dim=64), cp.Tuning(num_ctas=1, stages=3))
 
 
+@pytest.mark.slow
 def test_requests_in_the_interpreter():
     check_interpreted(make_case([[129], [5]], 56, starts=[0, 8], sizes=[3, 47], group=4, head_dim=64))
 
@@ -226,7 +236,8 @@ def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
 
 
-@pytest.mark.parametrize("group", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [3, 12])
 def test_three_warpgroups_in_the_interpreter(group):
     case, tuning = make_case([[70]], 100, group=group, head_dim=64), cp.Tuning(num_ctas=1, larger_tile=1.0)
     assert tuning.for_chunk(100, 1, group, 64).warpgroups == 3
@@ -241,7 +252,8 @@ def test_a_plan_of_other_queries_is_refused():
         chunk_prefill_mosaic_gpu(case.q, case.k, case.v, case.pool, plan, scale=1.0, tuning=tuning)
 
 
-@pytest.mark.parametrize(("group", "behind"), [(4, 5), pytest.param(5, 99, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "behind"), [(4, 5), (5, 99)])
 def test_keys_before_the_queries_in_the_interpreter(group, behind):
     """Fewer than the window shows, and as many as it shows."""
     check_interpreted(make_case([[0]], 70, group=group, head_dim=64, window=100, behind=[behind]))
@@ -253,8 +265,9 @@ def test_keys_before_those_of_requests_in_the_interpreter():
     check_interpreted(make_case([[0], [5]], 56, group=5, head_dim=64, window=41, **requests))
 
 
-@pytest.mark.parametrize("larger_tile", [1.31, 0.0])  # with two and three warpgroups
+@pytest.mark.parametrize("larger_tile", [pytest.param(1.31, marks=pytest.mark.slow), 0.0])
 def test_pieces_of_a_history_in_the_interpreter(monkeypatch, larger_tile):
+    """With two and three warpgroups."""
     monkeypatch.setattr(cuts, "MIN_PIECE", 1)
     monkeypatch.setattr(cuts, "CUT_FROM", 1)
     case = make_case([[400, 9]], 16, group=7, head_dim=64, page_size=64)
@@ -317,7 +330,7 @@ def test_layers_share_one_kernel_text():
     assert text.count("kernel_hash") == 1  # one function, called by every layer
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (64, 16), (128, 5), (256, 1), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 16), (128, 5), (256, 1)])
 def test_lowers_for_a_gpu(group, head_dim):
     case = make_case([[70, 33]], 70, group=group, head_dim=head_dim, page_size=64, soft_cap=30.0, window=100)
 

@@ -161,7 +161,12 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
     [
         ({}, (150, 2, 3, 256, 128), {}),
         ({"rows": 64}, (70, 2, 3, 384, 128), {"like_gpt_oss": True}),
-        ({"rows": 64, "warpgroups": 1, "deep": 4}, (40, 2, 3, 192, 256), {"busy": 2}),
+        pytest.param(
+            {"rows": 64, "warpgroups": 1, "deep": 4},
+            (40, 2, 3, 192, 256),
+            {"busy": 2},
+            marks=pytest.mark.slow,
+        ),
         ({"rows": 16, "split": 2, "warpgroups": 1}, (20, 2, 3, 320, 128), {}),
     ],
     ids=["many rows", "biases and a limit", "odd depth", "depth shared"],
@@ -185,7 +190,15 @@ def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
     ids=["bfloat16", "packed, shared experts", "FP8"],
 )
 @pytest.mark.parametrize(
-    "there", [[True], [True, False], [False, True, True], [True, False, True, True], [False] * 2], ids=str
+    "there",
+    [
+        [True],
+        pytest.param([True, False], marks=pytest.mark.slow),
+        pytest.param([False, True, True], marks=pytest.mark.slow),
+        [True, False, True, True],
+        [False] * 2,
+    ],
+    ids=str,
 )
 def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
     """Also of tokens between which some are not there, and of experts that several tokens have."""

@@ -148,7 +148,7 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
     assert not gpu_callbacks.get_races().races_found
 
 
-@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("gate", ["silu", pytest.param("gelu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize(
     ("tokens", "inner", "options"),

@@ -188,7 +188,7 @@ def test_kernel_in_the_interpreter(options):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"group": 16, "head_dim": 64, "page_size": 16},
+        pytest.param({"group": 16, "head_dim": 64, "page_size": 16}, marks=pytest.mark.slow),
         {"group": 32, "head_dim": 64, "page_size": 64},
         {"group": 1, "head_dim": 256, "page_size": 64, "dtype": jnp.float16},
         {"group": 5, "head_dim": 128, "page_size": 128},
@@ -215,12 +215,20 @@ def test_byte_pages_in_the_interpreter(shape):
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
-        ([[300, 129], [64, 65]], {"tokens": 2, "group": 3, "sinks": True}),
+        pytest.param(
+            [[300, 129], [64, 65]], {"tokens": 2, "group": 3, "sinks": True}, marks=pytest.mark.slow
+        ),
         ([[70, 0, 130], [0, 0, 0], [33, 1, 33]], {"tokens": 4, "soft_cap": 20.0}),
         ([[700, 9]], {"tokens": 8, "group": 1, "head_dim": 64, "sinks": True}),
         ([[300, 129], [0, 65]], {"tokens": 4, "group": 2, "head_dim": 256, "page_size": 64}),
-        ([[300, 129], [0, 65]], {"tokens": 8, "head_dim": 64, "dtype": jnp.float16}),
-        ([[300, 0], [64, 65]], {"tokens": 4, "group": 2, "page_size": 64, "packed": True}),
+        pytest.param(
+            [[300, 129], [0, 65]], {"tokens": 8, "head_dim": 64, "dtype": jnp.float16}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            [[300, 0], [64, 65]],
+            {"tokens": 4, "group": 2, "page_size": 64, "packed": True},
+            marks=pytest.mark.slow,
+        ),
         ([[300, 129], [64, 65]], {"tokens": 3, "group": 4, "head_dim": 256, "packed": True, "sinks": True}),
         ([[300, 129], [64, 65]], {"tokens": 3, "head_dim": 64, "skip": [5, 15]}),
     ],
@@ -246,7 +254,7 @@ def test_several_tokens_need_their_keys_and_values():
         rd.ragged_decode(case.q, case.pool, plan_of(case), scale=0.1, tokens=2)
 
 
-@pytest.mark.parametrize("page_size", [32, 128])
+@pytest.mark.parametrize("page_size", [32, pytest.param(128, marks=pytest.mark.slow)])
 def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     """One share, so that every slot has been full before; pages a quarter, a half, three quarters and wholly full."""
     part = page_size // 4
@@ -254,7 +262,9 @@ def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     check_interpreted(make_case(lengths, head_dim=64, page_size=page_size), num_shares=1)
 
 
-@pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}], ids=str)
+@pytest.mark.parametrize(
+    "how", [pytest.param({"splits": 2}, marks=pytest.mark.slow), {"splits": [1, 3]}], ids=str
+)
 def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
 
@@ -352,15 +362,15 @@ def test_layers_share_one_kernel_text():
 @pytest.mark.parametrize(
     ("head_dim", "group", "page_size", "options"),
     [
-        (64, 1, 16, {}),
-        (64, 16, 128, {"soft_cap": 20.0, "new": True}),
-        (256, 1, 128, {"sinks": True}),
+        pytest.param(64, 1, 16, {}, marks=pytest.mark.slow),
+        pytest.param(64, 16, 128, {"soft_cap": 20.0, "new": True}, marks=pytest.mark.slow),
+        pytest.param(256, 1, 128, {"sinks": True}, marks=pytest.mark.slow),
         (256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}),
         (64, 8, 64, {"sinks": True, "new": True}),  # GPT-OSS
         (256, 2, 64, {"new": True, "skip": [5, 0]}),  # Gemma 3
         (256, 16, 64, {"packed": True, "new": True}),
         (64, 8, 64, {"sinks": True, "tokens": 4}),
-        (256, 2, 64, {"tokens": 8}),
+        pytest.param(256, 2, 64, {"tokens": 8}, marks=pytest.mark.slow),
         (128, 3, 16, {"packed": True, "tokens": 5, "soft_cap": 20.0, "skip": [5, 0]}),
     ],
     ids=str,
