@@ -174,16 +174,16 @@ def layer_us(case: Case) -> tuple[float, float]:
         x, q, k, v = _attention_inputs(layer, x, None, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
-            return jnp.add(*_after_attention(layer, x + (k.sum() + v.sum()), q, None, config))
+            return jnp.add(*_after_attention(layer, x + (k.sum() + v.sum()), q, None, None, config))
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
         most = max(cache.layout.capacity)
         pages = StepPages(cache.pool, cache.table, jnp.array([ROW]), lengths, first, column, most)
         attention = ChunkAttention(q.shape, q.dtype, pages, AttentionLogits.of(config))
         out, lse = attention(0, q, k, v)
-        return jnp.add(*_after_attention(layer, x, out.astype(x.dtype), None, config)) + lse.sum().astype(
-            x.dtype
-        )
+        return jnp.add(
+            *_after_attention(layer, x, out.astype(x.dtype), None, None, config)
+        ) + lse.sum().astype(x.dtype)
 
     def kernels_us(attend: bool) -> float:
         program = jax.jit(run, static_argnums=3).lower(case.cache, layer, hidden, attend).compile()
