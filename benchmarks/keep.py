@@ -33,7 +33,6 @@ from models.params import ParamSpec, map_specs, param_specs
 from models.rope import rope_tables
 from models.transformer import _after_attention, _attention_inputs
 from pallas_kernels import support
-from pallas_kernels.layer_products import counters_of
 from tangram_jax import compress
 from tangram_jax.attention import ChunkAttention
 from tangram_jax.chunk_scores import ChunkScores
@@ -172,11 +171,10 @@ def layer_us(case: Case) -> tuple[float, float]:
 
     def run(cache: tj.Cache, layer: Any, x: jax.Array, attend: bool) -> jax.Array:
         cos, sin = rope_tables(jnp.arange(chunk), config)
-        counters = counters_of(jnp.arange(chunk))
         x, q, k, v = _attention_inputs(layer, x, None, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
-            return jnp.add(*_after_attention(layer, x + (k.sum() + v.sum()), q, None, None, counters, config))
+            return jnp.add(*_after_attention(layer, x + (k.sum() + v.sum()), q, None, None, config))
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
         most = max(cache.layout.capacity)
@@ -184,7 +182,7 @@ def layer_us(case: Case) -> tuple[float, float]:
         attention = ChunkAttention(q.shape, q.dtype, pages, AttentionLogits.of(config))
         out, lse = attention(0, q, k, v)
         return jnp.add(
-            *_after_attention(layer, x, out.astype(x.dtype), None, None, counters, config)
+            *_after_attention(layer, x, out.astype(x.dtype), None, None, config)
         ) + lse.sum().astype(x.dtype)
 
     def kernels_us(attend: bool) -> float:

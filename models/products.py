@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models.config import ModelConfig
-from models.params import Params
 from models.shares import Share, over_devices
-from pallas_kernels import all_reduce, dense_products, layer_products
+from pallas_kernels import all_reduce, dense_products
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.gates import Gate, opened
@@ -79,39 +78,6 @@ def gated_product(
         return by_kernel
     gate_up = _by_xla(x, weights, (2, config.intermediate_size))
     return opened(gate_up[:, 0], gate) * gate_up[:, 1]
-
-
-def end_of_layer(
-    layer_params: Params,
-    x: Float[Array, "T E"],
-    attended: Float[Array, "T A"],
-    counters: Array,
-    config: ModelConfig,
-) -> Float[Array, "T E"] | None:
-    """The residual stream after a layer's other products, by one kernel; None where there is none, or it is no faster.
-
-    `counters`: of `layer_products.counters_of`, the same for all layers.
-    """
-    apart = config.tensor_axis is not None or config.attn_out_bias or config.post_norms
-    if apart or "router" in layer_params:
-        return None
-    w_out, w_gate_up, w_down = (layer_params[name] for name in ("attn_out", "gate_up", "down"))
-    norm, width = layer_params["mlp_norm"], x.shape[1]
-    if any(isinstance(w, Fp8Weights) for w in (w_out, w_gate_up, w_down)):
-        return None
-    tuning = layer_products.tuning_for(len(x), attended.shape[1], width, config.intermediate_size)
-    if tuning is None:
-        return None
-    try:
-        for array in (x, w_gate_up):
-            check_one_device(array)
-        layer_products.check_supported(x, attended, w_out, norm, w_gate_up, w_down)
-    except NotImplementedError:
-        return None
-    return layer_products.layer_products(
-        attended, x, w_out.reshape(-1, width), norm, w_gate_up.reshape(width, -1), w_down, counters,
-        gate="gelu" if config.gelu else "silu", eps=config.norm_eps, offset=config.norm_offset, tuning=tuning,
-    )  # fmt: skip
 
 
 def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import added_norm, end_of_layer, gated_product, product
+from models.products import added_norm, gated_product, product
 from models.rope import rope_tables, rotate
 from models.shares import Share, over_devices
 from pallas_kernels.fp8_products import Fp8Tokens
-from pallas_kernels.layer_products import counters_of
 from pallas_kernels.norms import rms_norm
 
 MANY_TOKENS = 1024  # from which on norms of heads are worth a kernel for their sums, and the rest goes with the rotation
@@ -100,16 +99,11 @@ def _after_attention(
     attended: Array,
     there: Array | None,
     links: Array | None,
-    counters: Array,
     config: ModelConfig,
-) -> tuple[Array, Array | Share | None]:
-    """(x, what is to be added to it). `counters`: see `end_of_layer`."""
-    h = attended.reshape(x.shape[0], -1).astype(x.dtype)
-    with jax.named_scope("end_of_layer"):
-        ended = end_of_layer(layer_params, x, h, counters, config)
-    if ended is not None:
-        return ended, None
+) -> tuple[Array, Array | Share]:
+    """(x, what is to be added to it)"""
     with jax.named_scope("attn_out"):
+        h = attended.reshape(x.shape[0], -1).astype(x.dtype)
         added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
         if config.attn_out_bias:
             added = _whole(added, config) + layer_params["attn_out_bias"]
@@ -198,7 +192,6 @@ def forward(
         rope = sliding_rope = rope_tables(positions, config)
         if config.sliding_layers and config.sliding_rope_theta is not None:
             sliding_rope = rope_tables(positions, config, sliding=True)
-    counters = counters_of(tokens)
     added: Array | Share | None = None  # of the layer before: a kernel may add it in the next one's norm
     for layer, layer_params in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{layer}"):
@@ -209,7 +202,7 @@ def forward(
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
-            x, added = _after_attention(layer_params, x, attended, there, links, counters, config)
+            x, added = _after_attention(layer_params, x, attended, there, links, config)
     x = x if added is None else x + _whole(added, config)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]
