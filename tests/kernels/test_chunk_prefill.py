@@ -1,5 +1,7 @@
 """Chunk prefill on the CPU: the reference, the plan, and the kernel under the interpreter."""
 
+from functools import partial
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from pallas_kernels.chunk_prefill import cuts
 from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 TWO_REQUESTS = {"starts": [0, 24], "sizes": [19, 40]}
 BEHIND = {"behind": [13, 29], "key_starts": [8, 48], "window": 30}
 
@@ -265,7 +268,7 @@ def test_keys_before_those_of_requests_in_the_interpreter():
     check_interpreted(make_case([[0], [5]], 56, group=5, head_dim=64, window=41, **requests))
 
 
-@pytest.mark.parametrize("larger_tile", [pytest.param(1.31, marks=pytest.mark.slow), 0.0])
+@pytest.mark.parametrize("larger_tile", [SLOW(1.31), 0.0])
 def test_pieces_of_a_history_in_the_interpreter(monkeypatch, larger_tile):
     """With two and three warpgroups."""
     monkeypatch.setattr(cuts, "MIN_PIECE", 1)
@@ -330,7 +333,7 @@ def test_layers_share_one_kernel_text():
     assert text.count("kernel_hash") == 1  # one function, called by every layer
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 16), (128, 5), (256, 1)])
+@pytest.mark.parametrize(("head_dim", "group"), [SLOW(64, 1), (64, 16), (128, 5), (256, 1), SLOW(256, 16)])
 def test_lowers_for_a_gpu(group, head_dim):
     case = make_case([[70, 33]], 70, group=group, head_dim=head_dim, page_size=64, soft_cap=30.0, window=100)
 

@@ -376,7 +376,7 @@ def test_layers_share_one_kernel_text():
     ids=str,
 )
 def test_lowers_for_a_gpu(head_dim, group, page_size, options):
-    """The corners of what the kernel takes, each pair of them at least once."""
+    """The corners of what the kernel takes; with the slow ones each pair of them at least once."""
     case = make_case([[300, 129], [64, 0]], head_dim=head_dim, group=group, page_size=page_size, **options)
 
     def run(q, pool, plan, sinks):
