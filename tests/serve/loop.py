@@ -135,6 +135,18 @@ class Loop:
         self.drain()
         return job
 
+    def converse(self, texts: list[list[int]], turns: int) -> list[int]:
+        """All conversations send each turn at once; of how many the cache held anything, turn by turn."""
+        found = []
+        for turn in range(turns):
+            jobs = [self.add(text, max_tokens=6, ignore_eos=True) for text in texts]
+            self.drain()
+            for job in jobs:
+                job.check()
+            found.append(sum(job.cached > 0 for job in jobs))
+            texts = [[*text, *job.tokens(), turn] for text, job in zip(texts, jobs, strict=True)]
+        return found
+
     def check(self) -> None:
         """The host's books equal the device's; first come, first served; every sequence adds up."""
         scheduler, runner = self.scheduler, self.runner

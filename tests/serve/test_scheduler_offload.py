@@ -39,15 +39,8 @@ def test_a_conversation_that_was_pushed_out_goes_on_where_it_was():
 def test_what_waits_for_its_turn_is_spared_on_the_host_too():
     """One of six conversations is in the pool, three have left it. By last use none would be there at its turn."""
     bench = loop(plan=PLAN, max_running=1, max_stored=1, host_bytes=3 * PLAN.pages(53, 12))
-    texts = [prompt(40, seed) for seed in range(6)]
-    for turn in range(3):
-        jobs = [bench.add(text, max_tokens=6, ignore_eos=True) for text in texts]
-        bench.drain()
-        for job in jobs:
-            job.check()
-        found = sum(job.cached > 0 for job in jobs)
-        assert found >= 2 if turn else found == 0
-        texts = [[*text, *job.tokens(), turn] for text, job in zip(texts, jobs, strict=True)]
+    first, *later = bench.converse([prompt(40, seed) for seed in range(6)], turns=3)
+    assert first == 0 and min(later) >= 2
 
 
 def test_only_what_holds_something_travels():

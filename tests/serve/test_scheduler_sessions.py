@@ -68,15 +68,8 @@ def test_turns_that_come_at_once_cost_each_other_as_few_rows_as_may_be():
     """Six conversations in the pages of four. Evicted by last use, each would make room for the one before it."""
     plan = make_plan()
     bench = loop(4 * plan.pages(53, 12), plan, max_running=8, max_stored=8)
-    texts = [prompt(40, seed) for seed in range(6)]
-    for turn in range(3):
-        jobs = [bench.add(text, max_tokens=6, ignore_eos=True) for text in texts]
-        bench.drain()
-        for job in jobs:
-            job.check()
-        found = sum(job.cached > 0 for job in jobs)
-        assert found >= 3 if turn else found == 0
-        texts = [[*text, *job.tokens(), turn] for text, job in zip(texts, jobs, strict=True)]
+    first, *later = bench.converse([prompt(40, seed) for seed in range(6)], turns=3)
+    assert first == 0 and min(later) >= 3
     bench.evict_all()
 
 
