@@ -9,7 +9,7 @@
   python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
-                                                   with XLA's products alone, too: `times as long` as with our kernel
+                                                   with XLA's products alone, too: `times as long` as with our kernels
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -18,12 +18,14 @@ Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clu
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -38,7 +40,7 @@ from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
-from pallas_kernels import byte_pages, dense_products
+from pallas_kernels import byte_pages, dense_products, layer_products
 from pallas_kernels.expert_products import mxfp4
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -48,8 +50,16 @@ TAIL = 64  # tokens that each row has pages for beside those that it begins with
 IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
-# Within it nothing is traced with our kernel for 16-bit weights; a model that was traced before needs another name for that.
-XLA_PRODUCTS = partial(mock.patch.object, dense_products, "tuning_for", return_value=None)
+PRODUCTS = (layer_products, dense_products)  # kernels for 16-bit weights
+
+
+@contextlib.contextmanager
+def without(*kernels: ModuleType) -> Iterator[None]:
+    """Nothing is traced with these of PRODUCTS; a model that was traced before needs another name for that."""
+    with contextlib.ExitStack() as stack:
+        for kernel in kernels:
+            stack.enter_context(mock.patch.object(kernel, "tuning_for", return_value=None))
+        yield
 
 
 def add_fp8(parser: argparse.ArgumentParser) -> None:
@@ -280,7 +290,7 @@ def main() -> None:
             for dtype, drafts, by_xla in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
-                    with XLA_PRODUCTS() if by_xla else nullcontext():
+                    with without(*PRODUCTS) if by_xla else contextlib.nullcontext():
                         of = config.replace(name=f"{config.name}, XLA's products") if by_xla else config
                         row = measure(params, of, batch, tokens, retention, args, roof, dtype, drafts)
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count

@@ -4,15 +4,14 @@
   python -m benchmarks.dense_products --model llama-3.1-8b --csv rows.csv
 
 Microseconds a layer. Of each product the kernel times by the profiler, gates and sums of parts included: as the engine has
-it, and XLA's. "layer": wall time of a layer of eight in a row, attention left out (the queries stand for its result),
-norms, rotation and residual sums included: "ours" as the engine has it, and "XLA" with XLA's products only. The weights of
-several layers take turns, so none are in the L2. The floor is the weights' bytes at the roof, a large reduction measured in
-the same run. `error`: of all layers of ours against XLA's, norm over norm. A layer's time has an eighth of embedding, last
-norm and a head of 1,024 columns in it. Where the engine has XLA's products because ours were not measured on the device,
-the kernel is asked all the same.
+it without `layer_products`, and XLA's. "layer": wall time of a layer of eight in a row, attention left out (the queries
+stand for its result), norms, rotation and residual sums included: "ours" with this kernel, "XLA" with XLA's products only.
+The weights of several layers take turns, so none are in the L2. The floor is the weights' bytes at the roof, a large
+reduction measured in the same run. `error`: of all layers of ours against XLA's, norm over norm. A layer's time has an
+eighth of embedding, last norm and a head of 1,024 columns in it. Where the engine has XLA's products because ours were not
+measured on the device, the kernel is asked all the same.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -24,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode_step import XLA_PRODUCTS, random_weights
+from benchmarks.decode_step import PRODUCTS, random_weights, without
 from benchmarks.gpu_timing import kernels_of
 from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES
 from models.config import ModelConfig
 from models.products import gated_product, product
 from models.transformer import forward
+from pallas_kernels import layer_products
 from pallas_kernels.dense_products.tuning import TUNING
 
 MODELS = ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b")
@@ -105,11 +105,11 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
     result: dict[str, Any] = {"floor us": sum(params["layers"][0][n].nbytes for n in names) / roof / 1e3}
     for name in names:
         result[f"{name} us"] = products_us(config, params, name, row.tokens)
-        with XLA_PRODUCTS():
+        with without(*PRODUCTS):
             result[f"{name} XLA"] = products_us(config, params, name, row.tokens)
     outs = {}
-    for how, where in (("ours", contextlib.nullcontext), ("XLA", XLA_PRODUCTS)):
-        with where():  # traced anew: a name is a part of what JAX keeps traces by
+    for how, left_out in (("ours", (layer_products,)), ("XLA", PRODUCTS)):
+        with without(*left_out):  # traced anew: a name is a part of what JAX keeps traces by
             result[f"layer {how}"], outs[how] = layer_us(config.replace(name=how), params, row.tokens)
     result["times as fast"] = result["layer XLA"] / result["layer ours"]
     result["error"] = float(np.linalg.norm(outs["ours"] - outs["XLA"]) / np.linalg.norm(outs["XLA"]))

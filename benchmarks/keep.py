@@ -171,10 +171,11 @@ def layer_us(case: Case) -> tuple[float, float]:
 
     def run(cache: tj.Cache, layer: Any, x: jax.Array, attend: bool) -> jax.Array:
         cos, sin = rope_tables(jnp.arange(chunk), config)
-        x, q, k, v = _attention_inputs(layer, x, None, cos, sin, config)
+        x, q, k, v = _attention_inputs(layer, x, None, None, cos, sin, config)
         q = q.reshape(chunk, config.num_kv_heads, config.group_size, config.head_dim)
         if not attend:
-            return jnp.add(*_after_attention(layer, x + (k.sum() + v.sum()), q, None, None, config))
+            x = x + (k.sum() + v.sum())
+            return jnp.add(*_after_attention(layer, None, x, q, None, None, None, config)[:2])
         lengths = plan.lengths(cache.tokens[ROW])[None, group]
         first = cache.layout.first[group]
         most = max(cache.layout.capacity)
@@ -182,7 +183,7 @@ def layer_us(case: Case) -> tuple[float, float]:
         attention = ChunkAttention(q.shape, q.dtype, pages, AttentionLogits.of(config))
         out, lse = attention(0, q, k, v)
         return jnp.add(
-            *_after_attention(layer, x, out.astype(x.dtype), None, None, config)
+            *_after_attention(layer, None, x, out.astype(x.dtype), None, None, None, config)[:2]
         ) + lse.sum().astype(x.dtype)
 
     def kernels_us(attend: bool) -> float:

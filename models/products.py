@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models.config import ModelConfig
+from models.params import Params
 from models.shares import Share, over_devices
-from pallas_kernels import all_reduce, dense_products
+from pallas_kernels import all_reduce, dense_products, layer_products
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.gates import Gate, opened
+from pallas_kernels.layer_products import LayerWeights
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.support import check_one_device
 
@@ -78,6 +81,64 @@ def gated_product(
         return by_kernel
     gate_up = _by_xla(x, weights, (2, config.intermediate_size))
     return opened(gate_up[:, 0], gate) * gate_up[:, 1]
+
+
+def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig) -> bool:
+    """Whether `end_of_layer` is there for these layers, and faster than their products by themselves."""
+    if (
+        config.tensor_axis is not None
+        or config.attn_out_bias
+        or config.num_experts
+        or _layer_tuning(x, config) is None
+    ):
+        return False
+    weights = [layer[name] for layer in layers for name in ("qkv", "attn_out", "gate_up", "down")]
+    if any(isinstance(array, Fp8Weights) for array in weights):
+        return False
+    try:
+        for array in (x, *weights):
+            check_one_device(array)
+        layer_products.check_supported(x, *weights)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _layer_tuning(x: Array, config: ModelConfig) -> layer_products.Tuning | None:
+    heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    columns = heads, config.hidden_size, config.intermediate_size, heads + 2 * kv_heads
+    return layer_products.tuning_for(len(x), *columns)
+
+
+def end_of_layer(
+    layer: Params,
+    following: Params | None,
+    x: Float[Array, "T E"],
+    attended: Float[Array, "T A"],
+    counters: Array,
+    config: ModelConfig,
+) -> tuple[Float[Array, "T E"], Float[Array, "T H"] | None]:
+    """The residual stream after a layer's other products, and the `following` layer's heads without bias, by one kernel.
+
+    `counters`: of `layer_products.counters_of`, the same for all layers.
+    """
+    width = x.shape[1]
+    weights = LayerWeights(
+        layer["attn_out"].reshape(-1, width),
+        layer["mlp_norm"],
+        layer["gate_up"].reshape(width, -1),
+        layer["down"],
+    )
+    if config.post_norms:
+        weights = weights._replace(out_post=layer["attn_post_norm"], down_post=layer["mlp_post_norm"])
+    if following is not None:
+        weights = weights._replace(
+            next_norm=following["attn_norm"], heads=following["qkv"].reshape(width, -1)
+        )
+    return layer_products.layer_products(
+        attended, x, weights, counters, gate="gelu" if config.gelu else "silu", eps=config.norm_eps,
+        offset=config.norm_offset, tuning=_layer_tuning(x, config),
+    )  # fmt: skip
 
 
 def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import added_norm, gated_product, product
+from models.products import added_norm, end_of_layer, gated_product, has_layer_kernel, product
 from models.rope import rope_tables, rotate
 from models.shares import Share, over_devices
 from pallas_kernels.fp8_products import Fp8Tokens
+from pallas_kernels.layer_products import counters_of
 from pallas_kernels.norms import rms_norm
 
 MANY_TOKENS = 1024  # from which on norms of heads are worth a kernel for their sums, and the rest goes with the rotation
@@ -67,16 +68,19 @@ def _attention_inputs(
     layer_params: Params,
     x: Array,
     added: Array | Share | None,
+    heads: Array | None,
     cos: Array,
     sin: Array,
     config: ModelConfig,
 ) -> tuple[Array, Array, Array, Array]:
-    """(x + added, q, k, v)"""
+    """(x + added, q, k, v). `heads`: the product that these are made of, where the layer before has it."""
     T, G = x.shape[0], config.group_size
-    with jax.named_scope("attn_norm"):
-        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
+    shape = (config.num_kv_heads, G + 2, config.head_dim)
+    if heads is None:
+        with jax.named_scope("attn_norm"):
+            x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
     with jax.named_scope("qkv"):
-        qkv = product(h, layer_params["qkv"], (config.num_kv_heads, G + 2, config.head_dim), config)
+        qkv = product(h, layer_params["qkv"], shape, config) if heads is None else heads.reshape(T, *shape)
         if config.qkv_bias:
             qkv = qkv + layer_params["qkv_bias"]
     if config.qk_norm:
@@ -95,15 +99,21 @@ def _attention_inputs(
 @partial(jax.jit, static_argnames="config")
 def _after_attention(
     layer_params: Params,
+    following: Params | None,
     x: Array,
     attended: Array,
     there: Array | None,
     links: Array | None,
+    counters: Array | None,
     config: ModelConfig,
-) -> tuple[Array, Array | Share]:
-    """(x, what is to be added to it)"""
+) -> tuple[Array, Array | Share | None, Array | None]:
+    """(x, what is to be added to it, the following layer's heads). `counters`: of `end_of_layer`, or there is none."""
+    h = attended.reshape(x.shape[0], -1).astype(x.dtype)
+    if counters is not None:
+        with jax.named_scope("end_of_layer"):
+            x, heads = end_of_layer(layer_params, following, x, h, counters, config)
+        return x, None, heads
     with jax.named_scope("attn_out"):
-        h = attended.reshape(x.shape[0], -1).astype(x.dtype)
         added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
         if config.attn_out_bias:
             added = _whole(added, config) + layer_params["attn_out_bias"]
@@ -118,7 +128,7 @@ def _after_attention(
         added = _shared(h, links, config)
         if config.post_norms:
             added = _norm(_whole(added, config), layer_params["mlp_post_norm"], config)
-        return x, added
+        return x, added, None
 
 
 def _shared(h: Array, links: Array | None, config: ModelConfig) -> Array | Share:
@@ -192,17 +202,26 @@ def forward(
         rope = sliding_rope = rope_tables(positions, config)
         if config.sliding_layers and config.sliding_rope_theta is not None:
             sliding_rope = rope_tables(positions, config, sliding=True)
-    added: Array | Share | None = None  # of the layer before: a kernel may add it in the next one's norm
-    for layer, layer_params in enumerate(params["layers"]):
+    layers = params["layers"]
+    counters = counters_of(tokens) if has_layer_kernel(layers, x, config) else None
+    # Of the layer before: a kernel may add it in the next one's norm, or has made the next one's heads already.
+    added: Array | Share | None = None
+    heads: Array | None = None
+    for layer, layer_params in enumerate(layers):
         with jax.named_scope(f"layer_{layer}"):
             cos, sin = sliding_rope if layer in config.sliding_layers else rope
-            x, q, k, v = _attention_inputs(layer_params, x, added, cos, sin, config)
+            x, q, k, v = _attention_inputs(layer_params, x, added, heads, cos, sin, config)
             with jax.named_scope("attend"):
                 if config.attention_sinks:
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
-            x, added = _after_attention(layer_params, x, attended, there, links, config)
+            following = None
+            if counters is not None and layer + 1 < len(layers):
+                following = {name: layers[layer + 1][name] for name in ("attn_norm", "qkv")}
+            x, added, heads = _after_attention(
+                layer_params, following, x, attended, there, links, counters, config
+            )
     x = x if added is None else x + _whole(added, config)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]

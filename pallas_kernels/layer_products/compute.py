@@ -1,0 +1,148 @@
+"""The computing warpgroups: sums of products, gates, and for some tokens the sums of parts, residual and norm."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gates import gated
+from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products.phases import Config, Phase, Share, i32
+from pallas_kernels.layer_products.tuning import COLUMNS, TOKENS
+from pallas_kernels.stores import put
+
+f32 = jnp.float32
+LINE = 64  # columns that are stored at once
+WARPGROUP = 128
+
+
+class Slots:
+    """Those of shared memory that a warpgroup reads, in the order in which they are filled."""
+
+    def __init__(self, held: Any, full: Any, free: Any, loads: Any) -> None:
+        """`loads`: of all phases together. Nobody waits for slots that are not filled again."""
+        self._held, self._full, self._free = held, full, free
+        self._count, self._loads = i32(held.shape[0]), loads
+
+    def wait(self, turn: Any) -> Any:
+        slot = lax.rem(turn, self._count)
+        plgpu.barrier_wait(self._full.at[slot])
+        return self._held.at[slot]
+
+    def release(self, turn: Any, when: Any = True) -> None:
+        again = when & (turn + self._count < self._loads)
+        plgpu.barrier_arrive(self._free.at[lax.rem(turn, self._count)], predicate=again)
+
+
+def compute(
+    cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
+) -> None:  # fmt: skip
+    """All phases. `barriers`: of weights that are there and that are read, and of tokens."""
+    shares = [Share.of(phase, cta) for phase in cfg.phases]
+    steps = [share.steps for share in shares]
+    pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
+    weights = Slots(weights_s, barriers[0], barriers[1], sum(pieces))
+    tokens = Slots(tokens_s, barriers[2], barriers[3], sum(steps))
+    for n, (phase, share) in enumerate(zip(cfg.phases, shares, strict=True)):
+        turns = sum(pieces[:n], i32(0)), sum(steps[:n], i32(0))
+        work = functools.partial(_product, cfg, refs, phase, share, wg, turns, weights, tokens, out_s)
+        pl.when(share.active)(work)
+        if phase.addition and not cfg.interpreted:
+            mine = (wg == 0) & (cta < cfg.tokens)
+            pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, cta))
+
+
+def _product(
+    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, turns: tuple[Any, Any], weights: Slots,
+    tokens: Slots, out_s: Any,
+) -> None:  # fmt: skip
+    turn, token_turn = turns
+    mine = pl.ds(wg * TOKENS, TOKENS)
+
+    def release(step: Any, when: Any = True) -> None:
+        for piece in range(phase.pieces):
+            weights.release(turn + step * phase.pieces + piece, when)
+        tokens.release(token_turn + step, when)
+
+    def products(*accs: Any) -> tuple[jax.Array, ...]:
+        def one(step: Any, nothing: Any) -> None:
+            x = tokens.wait(token_turn + step)
+            for piece, acc in enumerate(accs):
+                plgpu.wgmma(acc, x.at[mine], weights.wait(turn + step * phase.pieces + piece))
+            plgpu.wgmma_wait(phase.pieces)
+            release(jnp.maximum(step - 1, 0), step > 0)  # it is done
+
+        lax.fori_loop(0, share.steps, one, None)
+        plgpu.wgmma_wait(0)
+        release(share.steps - 1)
+        return tuple(acc[...] for acc in accs)
+
+    sums = pl.run_scoped(products, *[plgpu.ACC((TOKENS, COLUMNS), f32)] * phase.pieces)
+    out = refs[phase.out]
+    if phase.gate is None:
+        columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
+        put(out.at[share.split, mine, columns], sums[0])
+    else:
+        gates, values = (x.astype(out_s.dtype).astype(f32) for x in sums)
+        opened = gated(gates, values, phase.gate).astype(out_s.dtype)
+        for offset in range(0, COLUMNS, LINE):
+            if offset:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_s[...] = opened[:, offset : offset + LINE]
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(share.tile * COLUMNS + offset, LINE), LINE)
+            plgpu.copy_smem_to_gmem(out_s, out.at[mine, columns])
+        plgpu.wait_smem_to_gmem(0)
+    if not cfg.interpreted and (phase.addition or phase.number != cfg.last):
+        device_ops.arrive(refs["counters"].at[phase.left])
+
+
+def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> None:
+    """Of every token that is this CTA's. There are no more tokens than CTAs."""
+    waiting = min(cfg.tokens, cfg.tuning.ctas)
+
+    def parts_are_there() -> None:
+        device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, waiting)
+
+    add_up(cfg, refs, phase, cta, parts_are_there)
+    if phase.number != cfg.last:
+        device_ops.arrive(refs["counters"].at[phase.added])
+
+
+def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_there: Any) -> None:
+    """A token's parts and its residual, with the norms that belong to them.
+
+    What does not depend on the parts is read before they are waited for: much has gone through the L2 since it was there.
+    """
+    width, how = phase.columns, phase.addition
+    assert how is not None
+    vector = next(size for size in (4, 2, 1) if width % (WARPGROUP * size) == 0)
+    layout = plgpu.Layout.WG_STRIDED((width,), vector)
+
+    def read(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def factors(name: str) -> jax.Array:
+        return read(refs[name].at[...]).astype(f32) + cfg.offset
+
+    def normed(x: jax.Array, factors: jax.Array) -> jax.Array:
+        inverse_rms = lax.rsqrt(jnp.sum(x * x) / width + cfg.eps)
+        return (x * inverse_rms * factors).astype(dtype)
+
+    out = refs[how.total]
+    dtype = out.dtype
+    own = read(refs[how.residual].at[row])
+    of = {name: factors(name) for name in (how.post, how.norm) if name}
+    parts_are_there()
+    parts = [read(refs[phase.out].at[n, row]) for n in range(phase.splits)]
+    added = functools.reduce(jnp.add, parts).astype(dtype)
+    if how.post:
+        added = normed(added.astype(f32), of[how.post])
+    total = (own.astype(f32) + added.astype(f32)).astype(dtype)
+    put(out.at[row], total)
+    if how.norm and how.normed:
+        put(refs[how.normed].at[row], normed(total.astype(f32), of[how.norm]))

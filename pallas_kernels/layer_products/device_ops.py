@@ -1,0 +1,47 @@
+"""Barriers over the whole grid, written with `inline_mgpu`; the CPU interpreter has none and does not need them."""
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+
+def _fence() -> None:
+    # What ordinary stores wrote is read by the copy engine, another proxy of memory.
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async.global;", "", has_side_effects=True)
+
+
+def arrive(counter: jax.Ref) -> None:
+    """Adds 1 to an i32 in global memory, after all stores of this warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_: Any, counter: Any) -> None:
+        _fence()
+        mgpu_utils.warpgroup_barrier()
+        mgpu_utils.SemaphoreRef(mgpu_utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    run(counter)
+
+
+def wait(counter: jax.Ref, value: int, waiting: int) -> None:
+    """Waits until an i32 in global memory has reached `value`. The last of so many warpgroups that wait leaves a zero."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_: Any, counter: Any) -> None:
+        pointer = mgpu_utils.memref_ptr(counter)
+        mgpu_utils.SemaphoreRef(pointer).wait(value, decrement=False, memory_scope="gpu")
+        mgpu_utils.inline_ptx(  # each adds 1, and at this bound 1 more is 0
+            "red.relaxed.gpu.global.inc.u32 [$0], $1;",
+            pointer,
+            mgpu_utils.c(value + waiting - 1, ir.IntegerType.get_signless(32)),
+            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+            has_side_effects=True,
+        )
+        mgpu_utils.warpgroup_barrier()
+        _fence()
+
+    run(counter)

@@ -1,0 +1,72 @@
+"""The loading warpgroups: one runs ahead with the weights, which depend on nothing, one waits for what the tokens become."""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products.phases import Config, Phase, Share, i32
+from pallas_kernels.layer_products.tuning import COLUMNS, STEP
+
+
+def load_weights(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
+    """Into slots held [slots, STEP, COLUMNS], whatever the other CTAs do, but few at a time."""
+    slots = i32(cfg.tuning.weight_slots)
+    turn: Any = i32(0)  # of loads
+    seen: Any = i32(0)  # of those that have landed
+
+    def land(count: Any, seen: Any) -> Any:
+        def one(_: Any, seen: Any) -> Any:
+            plgpu.barrier_wait(full.at[lax.rem(seen, slots)])
+            return seen + 1
+
+        return lax.fori_loop(0, jnp.maximum(count, 0), one, seen)
+
+    for phase in cfg.phases:
+        share = Share.of(phase, cta)
+
+        def one(n: Any, carry: Any, phase: Phase = phase, share: Share = share) -> Any:
+            turn, seen = carry
+            step, piece = lax.div(n, i32(phase.pieces)), lax.rem(n, i32(phase.pieces))
+            slot = lax.rem(turn, slots)
+            pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+            most: Any = i32(cfg.tuning.ahead)
+            if phase.number:
+                most = jnp.where(n < slots, cfg.tuning.early, most)
+            seen = land(turn - seen - most + 1, seen)
+            rows = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
+            first = pl.multiple_of(piece * phase.columns + share.tile * COLUMNS, COLUMNS)
+            source = refs[phase.weights].at[rows, pl.ds(first, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+            return turn + 1, seen
+
+        turn, seen = lax.fori_loop(0, share.steps * phase.pieces, one, (turn, seen))
+    land(turn - seen, seen)
+
+
+def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
+    """Into slots held [slots, rows, STEP], once the CTAs that make them have arrived."""
+    slots = i32(cfg.tuning.token_slots)
+    turn: Any = i32(0)
+    for before, phase in zip((None, *cfg.phases), cfg.phases, strict=False):
+        share = Share.of(phase, cta)
+        if before is not None:
+            place, total = before.left, cfg.warpgroups * before.ctas
+            if before.addition:
+                place, total = before.added, cfg.tokens
+            arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, phase.ctas)
+            pl.when(share.active)(arrived)
+
+        def one(step: Any, turn: Any, phase: Phase = phase, share: Share = share) -> Any:
+            slot = lax.rem(turn, slots)
+            pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
+            deep = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
+            source = refs[phase.source].at[pl.ds(0, held.shape[1]), deep]
+            plgpu.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+            return turn + 1
+
+        turn = lax.fori_loop(0, share.steps, one, turn)

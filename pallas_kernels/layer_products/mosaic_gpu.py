@@ -1,0 +1,151 @@
+"""The layer's products for Hopper GPUs, in Pallas' Mosaic GPU.
+
+CTAs stay on their multiprocessors and work through three or four products (`phases`), with barriers over the grid between
+them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, and one
+CTA for each token adds them up with the residual and makes the norms (`compute`). A warpgroup loads weights ahead across
+the barriers, so that the memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads
+would wait behind them (`load`).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gates import Gate
+from pallas_kernels.layer_products.compute import LINE, add_up, compute, f32
+from pallas_kernels.layer_products.load import load_tokens, load_weights
+from pallas_kernels.layer_products.phases import Addition, Config, Phase, phases_of
+from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
+from pallas_kernels.layer_products.weights import LayerWeights
+
+COMPUTING, LOADING = 216, 40  # registers of a thread, with two warpgroups of each
+PARAMS = plgpu.CompilerParams(approx_math=True)
+Arrays = dict[str, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "eps", "offset", "tuning", "interpret"))
+def layer_products_mosaic_gpu(
+    attended: jax.Array,
+    x: jax.Array,
+    weights: LayerWeights,
+    counters: jax.Array,
+    *,
+    gate: Gate,
+    eps: float,
+    offset: float,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `pallas_kernels.layer_products.layer_products`."""
+    tokens, (depth, width, inner, heads) = len(x), weights.columns
+    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % STEP:
+        raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
+    phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
+    most = max([phase.ctas for phase in phases] + [tokens] * (interpret is None))
+    if most > tuning.ctas:
+        raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
+    given = {name: array for name, array in weights._asdict().items() if array is not None}
+    given |= {"attended": attended, "x": x, "counters": counters}
+    rows = -(-tokens // TOKENS) * TOKENS
+    made = {}
+    for phase in phases:
+        if phase.gate:
+            made[phase.out] = jax.ShapeDtypeStruct((tokens, phase.columns), x.dtype)
+        else:
+            made[phase.out] = jax.ShapeDtypeStruct((phase.splits, rows, phase.columns), f32)
+        if phase.addition:
+            made |= dict.fromkeys(phase.addition.made, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    config = functools.partial(Config, tokens=tokens, tuning=tuning, eps=eps, offset=offset)
+    if interpret is None:
+        known = _call(config(phases=phases, interpreted=False), given, made)
+    else:
+        known = _interpreted(
+            [config(phases=(phase,), interpreted=True) for phase in phases], given, made, interpret
+        )
+    parts = known.get("heads_parts")
+    # What reads the heads adds up their parts: a kernel of their sums alone would be one more.
+    return known["x_new"], None if parts is None else parts[:, :tokens].sum(0).astype(x.dtype)
+
+
+def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = None) -> Arrays:
+    def layer_products(*refs: Any) -> None:  # the name that profiles show
+        _kernel(cfg, given["x"].dtype, dict(zip((*given, *made), refs, strict=True)))
+
+    kernel = plgpu.kernel(
+        layer_products, out_type=list(made.values()), grid=(cfg.tuning.ctas,), grid_names=("cta",),
+        num_threads=cfg.warpgroups + 2, thread_name="wg", compiler_params=PARAMS,
+        **({} if interpret is None else {"interpret": interpret}),
+    )  # fmt: skip
+    return dict(zip(made, kernel(*given.values()), strict=True))
+
+
+def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
+    cta, wgs = lax.axis_index("cta"), cfg.warpgroups
+
+    def body(weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any) -> None:
+        wg = lax.axis_index("wg")
+
+        def registers(count: int, action: Any) -> None:
+            if wgs == 2:
+                plgpu.set_max_registers(count, action=action)
+
+        @pl.when(wg < wgs)
+        def _compute() -> None:
+            registers(COMPUTING, "increase")
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *barriers)
+
+        @pl.when(wg == wgs)
+        def _load_weights() -> None:
+            registers(LOADING, "decrease")
+            load_weights(cfg, refs, cta, weights_s, *barriers[:2])
+
+        @pl.when(wg == wgs + 1)
+        def _load_tokens() -> None:
+            registers(LOADING, "decrease")
+            load_tokens(cfg, refs, cta, tokens_s, *barriers[2:])
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    weight_slots, token_slots = cfg.tuning.weight_slots, cfg.tuning.token_slots
+    pl.run_scoped(
+        body,
+        plgpu.SMEM((weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
+        plgpu.SMEM((token_slots, wgs * TOKENS, STEP), dtype, transforms=tiled),
+        plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled),
+        plgpu.Barrier(num_arrivals=1, num_barriers=weight_slots),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=weight_slots),
+        plgpu.Barrier(num_arrivals=1, num_barriers=token_slots),
+        plgpu.Barrier(num_arrivals=wgs, num_barriers=token_slots),
+        collective_axes="wg",
+    )
+
+
+def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], interpret: Any) -> Arrays:
+    """A call for each product and for the sums of its parts: the interpreter has no barriers over the grid."""
+    known = dict(given)
+    for cfg in configs:
+        (phase,) = cfg.phases
+        used = {name: known[name] for name in (phase.source, phase.weights, "x")}
+        known |= _call(cfg, used, {phase.out: made[phase.out]}, interpret)
+        if phase.addition:
+            known |= _added_up(cfg, phase, phase.addition, known, made, interpret)
+    return known
+
+
+def _added_up(
+    cfg: Config, phase: Phase, how: Addition, known: Arrays, made: dict[str, Any], interpret: Any
+) -> Arrays:
+    given = {name: known[name] for name in (phase.out, *how.given)}
+
+    def add_up_rows(*refs: Any) -> None:
+        held = dict(zip((*given, *how.made), refs, strict=True))
+        add_up(cfg, held, phase, lax.axis_index("row"), lambda: None)
+
+    kernel = plgpu.kernel(
+        add_up_rows, out_type=[made[name] for name in how.made], grid=(cfg.tokens,), grid_names=("row",),
+        compiler_params=PARAMS, interpret=interpret,
+    )  # fmt: skip
+    return dict(zip(how.made, kernel(*given.values()), strict=True))

@@ -1,0 +1,138 @@
+"""The products that the kernel works through, one after another, and what of each is a CTA's."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gates import Gate
+from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning, splits
+
+i32 = jnp.int32
+STRIDE = 32  # of counters, so that each has a cache line
+COUNTERS = 6 * STRIDE
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """Parts of a product added up and to the `residual`, for one token after another: `total`, and its norm `normed`.
+
+    Names are keys of the kernel's operands and results. `post`: weights of a norm of the product itself. `norm`: of the
+    total's; None where nothing follows.
+    """
+
+    residual: str
+    total: str
+    post: str | None = None
+    norm: str | None = None
+    normed: str | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.residual, self.post, self.norm) if name)
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.total, self.normed) if name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One product: `source` [T, depth] times `weights` [depth, columns], or [depth, 2 columns] with gates first.
+
+    Names are keys of the kernel's operands and results. What becomes of it goes to `out`: f32[splits, rows, columns], the
+    parts of a split depth, with what is made of them; or [T, columns], let through by gates.
+    """
+
+    number: int
+    source: str
+    weights: str
+    out: str
+    depth: int
+    columns: int
+    gate: Gate | None = None
+    splits: int = 1
+    addition: Addition | None = None
+
+    @property
+    def pieces(self) -> int:
+        """Of COLUMNS columns, that a tile has."""
+        return 2 if self.gate else 1
+
+    @property
+    def tiles(self) -> int:
+        return self.columns // COLUMNS
+
+    @property
+    def ctas(self) -> int:
+        return self.tiles * self.splits
+
+    @property
+    def left(self) -> int:
+        """Place of the counter of warpgroups that have left their sums."""
+        return 2 * self.number * STRIDE
+
+    @property
+    def added(self) -> int:
+        """Place of the counter of tokens whose parts are added up."""
+        return (2 * self.number + 1) * STRIDE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    tokens: int
+    tuning: Tuning
+    phases: tuple[Phase, ...]
+    eps: float
+    offset: float
+    interpreted: bool  # one phase, and nothing waits for others
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute."""
+        return -(-self.tokens // TOKENS)
+
+    @property
+    def last(self) -> int:
+        return self.phases[-1].number
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What of a phase is a CTA's: steps of one split of one tile, or none."""
+
+    tile: Any
+    split: Any
+    first: Any  # step
+    steps: Any
+    active: Any
+
+    @classmethod
+    def of(cls, phase: Phase, cta: Any) -> "Share":
+        tile, split = lax.rem(cta, i32(phase.tiles)), lax.div(cta, i32(phase.tiles))
+        first, end = (lax.div((split + n) * (phase.depth // STEP), i32(phase.splits)) for n in (0, 1))
+        active = cta < phase.ctas
+        return cls(tile, split, first, jnp.where(active, end - first, 0), active)
+
+
+def phases_of(
+    attended: int, width: int, inner: int, heads: int, gate: Gate, post_norms: bool, tuning: Tuning
+) -> tuple[Phase, ...]:
+    """From attention's result to the end of the layer, and to the next one's heads, if they are not 0 columns."""
+    out_post, down_post = ("out_post", "down_post") if post_norms else (None, None)
+    after_out = Addition("x", "middle", out_post, "norm", "h")
+    after_down = Addition("middle", "x_new", down_post, *(("next_norm", "h_next") if heads else ()))
+
+    def product(
+        number: int, source: str, weights: str, depth: int, columns: int, then: Addition | None
+    ) -> Phase:
+        parts = splits(depth, columns, tuning.ctas)
+        return Phase(number, source, weights, f"{weights}_parts", depth, columns, splits=parts, addition=then)
+
+    phases = (
+        product(0, "attended", "out", attended, width, after_out),
+        Phase(1, "h", "gate_up", "opened", width, inner, gate=gate),
+        product(2, "opened", "down", inner, width, after_down),
+    )
+    return (*phases, product(3, "h_next", "heads", width, heads, None)) if heads else phases

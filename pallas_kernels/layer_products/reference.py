@@ -1,0 +1,31 @@
+"""The same products as XLA operations, on any backend."""
+
+import functools
+
+import jax
+
+from pallas_kernels.dense_products.reference import dense_products_reference
+from pallas_kernels.gates import Gate
+from pallas_kernels.layer_products.weights import LayerWeights
+from pallas_kernels.norms import rms_norm
+
+
+def layer_products_reference(
+    attended: jax.Array,
+    x: jax.Array,
+    weights: LayerWeights,
+    counters: jax.Array | None = None,
+    *,
+    gate: Gate = "silu",
+    eps: float,
+    offset: float = 0.0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `layer_products`; the arrays may have any float dtype."""
+    del counters
+    w, times = weights, dense_products_reference
+    norm = functools.partial(rms_norm, eps=eps, offset=offset)
+    added = times(attended, w.out)
+    x = x + (added if w.out_post is None else norm(added, w.out_post))
+    added = times(times(norm(x, w.norm), w.gate_up, gate=gate), w.down)
+    x = x + (added if w.down_post is None else norm(added, w.down_post))
+    return x, None if w.next_norm is None or w.heads is None else times(norm(x, w.next_norm), w.heads)

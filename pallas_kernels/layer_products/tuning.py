@@ -1,0 +1,77 @@
+"""How a layer's products are cut, one frozen record for each generation of GPUs, by compute capability."""
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.support import num_sms, record_for
+
+TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
+COLUMNS = 128  # of a tile: with fewer the memory gives shorter stretches of rows, and less
+STEP = 64  # of the depth, that a step loads
+MULTIPLE = 8  # of tokens
+MOST_TOKENS = 128
+LEAST_STEPS = 4  # of a split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What depends on how many tokens there are. Slots hold a step each and fill shared memory."""
+
+    ctas: int  # all at once on the device: they wait for each other
+    weight_slots: int  # at least those of two steps of gates, which are read while the next one's come
+    token_slots: int
+    # Loads of weights under way: more make others wait, and what barriers store and read.
+    ahead: int = 3
+    early: int = 2  # the same for products that have not begun
+
+    def __post_init__(self) -> None:
+        if self.weight_slots < 4 or self.token_slots < 2:
+            raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What depends on the chip."""
+
+    most_tokens: int = 104
+    least_ctas: float = 0.7  # of the multiprocessors, that have work in every product
+    least_weights: int = 1 << 26  # numbers
+    kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
+
+
+TUNING = {"9.0": Generation()}
+
+
+def tuning_for(
+    tokens: int, attended: int, width: int, inner: int, heads: int, device: jax.Device | None = None
+) -> Tuning | None:
+    """Of layers with so many numbers from attention, in the residual stream, behind the gates and of heads, for each token.
+
+    None where the kernel cannot cut its matrices, or products by themselves are as fast.
+    """
+    device = jax.devices()[0] if device is None else device
+    generation = record_for(TUNING, device)
+    ctas = num_sms()
+    known = device.platform != "gpu" or any(
+        kind in getattr(device, "device_kind", "") for kind in generation.kinds
+    )
+    if not known or tokens > generation.most_tokens:
+        return None
+    if tokens % MULTIPLE or width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
+        return None
+    if (attended + 3 * inner + heads) * width < generation.least_weights:
+        return None
+    cut = [(attended, width), (inner, width)] + [(width, heads)] * (heads > 0)
+    used = [inner // COLUMNS, *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
+    if not all(generation.least_ctas * ctas <= count <= ctas for count in used):
+        return None
+    few = tokens <= TOKENS
+    return Tuning(
+        ctas=ctas, weight_slots=11 if few else 8, token_slots=4 if few else 5, early=2 if few else 1
+    )
+
+
+def splits(depth: int, columns: int, ctas: int) -> int:
+    """Of the depth, so that as many CTAs as there are have work."""
+    return max(1, min(ctas // (columns // COLUMNS), depth // STEP // LEAST_STEPS))

@@ -1,0 +1,69 @@
+"""A layer's products, for the interpreter and a GPU."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import layer_products as lp
+from pallas_kernels.gates import Gate
+from tests.kernels.expert_cases import relative_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tokens, numbers from attention, of the residual stream, behind the gates, and of the next layer's heads."""
+
+    tokens: int
+    attended: int
+    width: int
+    inner: int
+    heads: int = 0
+    gate: Gate = "silu"
+    offset: float = 0.0
+    dtype: str = "bfloat16"
+    post_norms: bool = False
+
+    def arrays(self, zeros: bool = False) -> tuple[jax.Array, jax.Array, lp.LayerWeights]:
+        """Attention's result, the residual stream and weights."""
+        rng = np.random.default_rng(self.tokens)
+
+        def draw(*shape: int, scale: float = 1.0) -> jax.Array:
+            if zeros:
+                return jnp.zeros(shape, self.dtype)
+            return jnp.asarray(rng.standard_normal(shape) * scale, self.dtype)
+
+        def matrix(depth: int, columns: int) -> jax.Array:
+            return draw(depth, columns, scale=depth**-0.5)
+
+        width, inner = self.width, self.inner
+        weights = lp.LayerWeights(
+            matrix(self.attended, width), draw(width) + 1, matrix(width, 2 * inner), matrix(inner, width)
+        )
+        if self.post_norms:
+            weights = weights._replace(out_post=draw(width) + 1, down_post=draw(width) + 1)
+        if self.heads:
+            weights = weights._replace(next_norm=draw(width) + 1, heads=matrix(width, self.heads))
+        return draw(self.tokens, self.attended), draw(self.tokens, width), weights
+
+
+def check_layer(case: Case, tuning: lp.Tuning | None = None, interpret: Any = None, repeats: int = 0) -> None:
+    """The kernel against float32 products of the same numbers, and as often the same bits."""
+    arrays = case.arrays()
+    how: dict[str, Any] = {"gate": case.gate, "eps": 1e-5, "offset": case.offset}
+    run = jax.jit(
+        lambda *arrays: lp.layer_products(
+            *arrays, lp.counters_of(jnp.arange(3)), **how, tuning=tuning, interpret=interpret
+        )
+    )
+    outs = run(*arrays)
+    exact = lp.layer_products_reference(*jax.tree.map(lambda a: a.astype(jnp.float32), arrays), **how)
+    assert (outs[1] is None) == (case.heads == 0)
+    for out, expected, columns in zip(outs, exact, (case.width, case.heads), strict=True):
+        if out is not None:
+            assert out.shape == (case.tokens, columns) and out.dtype == case.dtype
+            assert relative_error(out, expected) < {"bfloat16": 2.0**-6, "float16": 2.0**-9}[case.dtype]
+    for _ in range(repeats):
+        jax.tree.map(np.testing.assert_array_equal, run(*arrays), outs)
