@@ -85,7 +85,11 @@ def _product(
     out = refs[phase.out]
     if phase.gate is None:
         columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
-        put(out.at[share.split, mine, columns], sums[0])
+        place = out.at[share.split, mine, columns]
+        if cfg.interpreted or cfg.tokens % TOKENS == 0:
+            put(place, sums[0])
+        else:  # what is written has to reach the memory at last, beside the weights
+            device_ops.store_rows(sums[0], place, cfg.tokens - wg * TOKENS)
     else:
         gates, values = (x.astype(out_s.dtype).astype(f32) for x in sums)
         opened = gated(gates, values, phase.gate).astype(out_s.dtype)

@@ -1,13 +1,19 @@
-"""Barriers over the whole grid, written with `inline_mgpu`; the CPU interpreter has none and does not need them."""
+"""Barriers over the whole grid, and stores of some rows, written with `inline_mgpu`.
+
+The CPU interpreter has neither: it needs no barriers, and all rows may be stored.
+"""
 
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+HALF = 4  # dimension of an array's registers (WGMMA layout, 64 rows): the two rows of a thread
 
 
 def _fence() -> None:
@@ -45,3 +51,22 @@ def wait(counter: jax.Ref, value: int, waiting: int) -> None:
         _fence()
 
     run(counter)
+
+
+def store_rows(value: jax.Array, dst: jax.Ref, rows: jax.Array) -> None:
+    """The first `rows` (i32) of [64, columns] (WGMMA layout) to global memory, which others would be written to, too."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def run(_: Any, value: Any, dst: Any, rows: Any) -> None:
+        index = ir.IndexType.get()
+        limit = arith.index_cast(index, rows.registers.item())
+        by_row: dict[int, list[tuple[Any, Any, Any]]] = {}
+        places = value.layout.thread_idxs(value.shape)
+        for (row, column), at in zip(places, np.ndindex(value.registers.shape), strict=True):
+            by_row.setdefault(at[HALF], []).append((row, column, value.registers[at]))
+        for entries in by_row.values():
+            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, entries[0][0], limit)):
+                for row, column, register in entries:
+                    vector.store(register, dst, [row, column])
+
+    run(value, dst, rows)

@@ -9,7 +9,7 @@ from pallas_kernels.support import num_sms, record_for
 TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
 COLUMNS = 128  # of a tile: with fewer the memory gives shorter stretches of rows, and less
 STEP = 64  # of the depth, that a step loads
-MULTIPLE = 8  # of tokens
+MULTIPLE = 8  # of tokens, if there are more: rows of a tile of shared memory
 MOST_TOKENS = 128
 LEAST_STEPS = 4  # of a split
 
@@ -34,13 +34,17 @@ class Tuning:
 class Generation:
     """What depends on the chip."""
 
-    most_tokens: int = 104
     least_ctas: float = 0.7  # of the multiprocessors, that have work in every product
     least_weights: int = 1 << 26  # numbers
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
 
 
 TUNING = {"9.0": Generation()}
+
+
+def takes(tokens: int) -> bool:
+    """Whether the kernel can have so many."""
+    return tokens <= MULTIPLE or (tokens <= MOST_TOKENS and tokens % MULTIPLE == 0)
 
 
 def tuning_for(
@@ -56,9 +60,9 @@ def tuning_for(
     known = device.platform != "gpu" or any(
         kind in getattr(device, "device_kind", "") for kind in generation.kinds
     )
-    if not known or tokens > generation.most_tokens:
+    if not known or not takes(tokens):
         return None
-    if tokens % MULTIPLE or width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
+    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
         return None
     if (attended + 3 * inner + heads) * width < generation.least_weights:
         return None
