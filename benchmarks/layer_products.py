@@ -1,4 +1,4 @@
-"""Whole layers for some dozens of tokens: one kernel from one attention to the next, against products by themselves.
+"""Whole layers for up to 128 tokens: one kernel from one attention to the next, against products by themselves.
 
   python -m benchmarks.layer_products                          the shapes of models, 1 to 128 tokens, one Hopper GPU
   python -m benchmarks.layer_products --model llama-3.1-8b --csv rows.csv

@@ -84,15 +84,12 @@ def gated_product(
 
 
 def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig) -> bool:
-    """Whether `end_of_layer` is there for these layers, and faster than their products by themselves."""
-    if (
-        config.tensor_axis is not None
-        or config.attn_out_bias
-        or config.num_experts
-        or _layer_tuning(x, config) is None
-    ):
+    """Whether `end_of_layer` is there for these layers, and no slower than their products by themselves."""
+    if config.tensor_axis is not None or _layer_tuning(len(x), config) is None:
         return False
-    weights = [layer[name] for layer in layers for name in ("qkv", "attn_out", "gate_up", "down")]
+    names = ["attn_norm", "qkv", "attn_out", "mlp_norm", "gate_up", "down"]
+    names += ["attn_post_norm", "mlp_post_norm"] if config.post_norms else []
+    weights = [layer[name] for layer in layers for name in names]
     if any(isinstance(array, Fp8Weights) for array in weights):
         return False
     try:
@@ -104,10 +101,20 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
     return True
 
 
-def _layer_tuning(x: Array, config: ModelConfig) -> layer_products.Tuning | None:
+def wanted_multiple(tokens: int, config: ModelConfig) -> int:
+    """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for 16-bit weights."""
+    multiple = layer_products.MULTIPLE
+    assert multiple == dense_products.MULTIPLE
+    of_layers = tokens > multiple and _layer_tuning(-(-tokens // multiple) * multiple, config) is not None
+    return multiple if of_layers or dense_products.takes(tokens) else 1
+
+
+def _layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
+    if config.num_experts or config.attn_out_bias:
+        return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     columns = heads, config.hidden_size, config.intermediate_size, heads + 2 * kv_heads
-    return layer_products.tuning_for(len(x), *columns)
+    return layer_products.tuning_for(tokens, *columns)
 
 
 def end_of_layer(
@@ -137,7 +144,7 @@ def end_of_layer(
         )
     return layer_products.layer_products(
         attended, x, weights, counters, gate="gelu" if config.gelu else "silu", eps=config.norm_eps,
-        offset=config.norm_offset, tuning=_layer_tuning(x, config),
+        offset=config.norm_offset, tuning=_layer_tuning(len(x), config),
     )  # fmt: skip
 
 

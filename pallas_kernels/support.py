@@ -126,3 +126,9 @@ def record_for[T](records: Mapping[str, T], device: jax.Device | None = None) ->
     """
     device = jax.devices()[0] if device is None else device
     return records.get(str(getattr(device, "compute_capability", None)), next(iter(records.values())))
+
+
+def measured_on(kinds: Iterable[str], device: jax.Device) -> bool:
+    """Whether one of `kinds` is a part of the device's name. A device that is no GPU stands for those that are."""
+    name = getattr(device, "device_kind", "")
+    return device.platform != "gpu" or any(kind in name for kind in kinds)

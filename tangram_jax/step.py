@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
+from models.products import wanted_multiple
 from models.transformer import forward
 from pallas_kernels import dense_products, fp8_products
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
@@ -182,17 +183,15 @@ def _missing_slots(config: ModelConfig, tokens: int, each: int) -> int:
     """How many slots of `each` tokens a step of `tokens` lacks on a GPU: empty ones, which attention leaves out.
 
     XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
-    their own. Some dozens of tokens have kernels for their products if they are a multiple of eight.
+    their own. More than eight, but not many tokens have kernels for their products if they are a multiple of eight.
     """
     if jax.default_backend() != "gpu":
         return 0
     if config.weights_fp8:
         return -(-(-tokens % fp8_products.LEAST_TOKENS) // each)
-    if dense_products.takes(tokens):
-        wanted = (
-            n for n in range(dense_products.MULTIPLE) if (tokens + n * each) % dense_products.MULTIPLE == 0
-        )
-        more = next(wanted, 0)
+    multiple = wanted_multiple(tokens, config)
+    if multiple > 1:
+        more = next((n for n in range(multiple) if (tokens + n * each) % multiple == 0), 0)
         return more if tokens + more * each <= dense_products.MOST_TOKENS else 0
     return int(tokens == 1)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.support import num_sms, record_for
+from pallas_kernels.support import measured_on, num_sms, record_for
 
 TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
 MULTIPLE = 8  # of tokens
@@ -59,16 +59,10 @@ def tuning_for(
 
 
 def takes(tokens: int, device: jax.Device | None = None) -> bool:
-    """Whether products of about so many tokens are worth the kernel on the device, by default the first.
-
-    One that is no GPU stands for those on which they are.
-    """
+    """Whether products of about so many tokens are worth the kernel on the device, by default the first."""
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
-    known = device.platform != "gpu" or any(
-        kind in getattr(device, "device_kind", "") for kind in generation.kinds
-    )
-    return known and generation.least_tokens <= tokens <= MOST_TOKENS
+    return measured_on(generation.kinds, device) and generation.least_tokens <= tokens <= MOST_TOKENS
 
 
 def warpgroups(tokens: int) -> int:

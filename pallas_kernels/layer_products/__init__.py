@@ -1,4 +1,4 @@
-"""All products between one layer's attention and the next one's as one kernel, for some dozens of tokens."""
+"""All products between one layer's attention and the next one's as one kernel, for up to 128 tokens."""
 
 from typing import Any
 
@@ -71,10 +71,11 @@ def layer_products(
     Raises:
       NotImplementedError: for what `check_supported` says, and for shapes that `tuning_for` has nothing for;
         `layer_products_reference` takes the same.
-      ValueError: for weights that `tuning` cannot cut.
+      ValueError: for shapes that do not belong together, and for weights that `tuning` cannot cut.
     """
     from pallas_kernels.layer_products.mosaic_gpu import layer_products_mosaic_gpu
 
+    _check_shapes(attended, x, weights, counters)
     if interpret is None:
         check_supported(x, attended, *(array for array in weights if array is not None))
     tuning = tuning or tuning_for(len(x), *weights.columns)
@@ -85,3 +86,19 @@ def layer_products(
     return layer_products_mosaic_gpu(
         attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, interpret=interpret
     )
+
+
+def _check_shapes(attended: jax.Array, x: jax.Array, weights: LayerWeights, counters: jax.Array) -> None:
+    depth, width, inner, heads = weights.columns
+    wanted: dict[str, tuple[int, ...]] = {"gate_up": (width, 2 * inner), "down": (inner, width)}
+    wanted |= dict.fromkeys(("norm", "out_post", "down_post", "next_norm"), (width,)) | {
+        "heads": (width, heads)
+    }
+    wanted |= {"attended": (len(x), depth), "x": (len(x), width), "counters": (COUNTERS,)}
+    given = {name: array for name, array in weights._asdict().items() if array is not None}
+    for name, array in (given | {"attended": attended, "x": x, "counters": counters}).items():
+        if array.shape != wanted.get(name, array.shape):
+            raise ValueError(f"{name} {array.shape}: expected {wanted[name]}, as out is {weights.out.shape}")
+    for one, other in (("out_post", "down_post"), ("next_norm", "heads")):
+        if (one in given) != (other in given):
+            raise ValueError(f"weights with one of {one} and {other}: give both or none")

@@ -107,10 +107,9 @@ def _product(
 
 def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> None:
     """Of every token that is this CTA's. There are no more tokens than CTAs."""
-    waiting = min(cfg.tokens, cfg.tuning.ctas)
 
     def parts_are_there() -> None:
-        device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, waiting)
+        device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, cfg.tokens)
 
     add_up(cfg, refs, phase, cta, parts_are_there)
     if phase.number != cfg.last:

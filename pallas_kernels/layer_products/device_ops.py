@@ -6,7 +6,6 @@ The CPU interpreter has neither: it needs no barriers, and all rows may be store
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu_utils

@@ -45,7 +45,7 @@ def load_weights(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: A
             return turn + 1, seen
 
         turn, seen = lax.fori_loop(0, share.steps * phase.pieces, one, (turn, seen))
-    land(turn - seen, seen)
+    land(turn - seen, seen)  # a warpgroup ends with none under way
 
 
 def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:

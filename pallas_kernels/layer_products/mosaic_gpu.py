@@ -21,6 +21,7 @@ from pallas_kernels.layer_products.load import load_tokens, load_weights
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, phases_of
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
 from pallas_kernels.layer_products.weights import LayerWeights
+from pallas_kernels.support import num_sms
 
 COMPUTING, LOADING = 216, 40  # registers of a thread, with two warpgroups of each
 PARAMS = plgpu.CompilerParams(approx_math=True)
@@ -48,6 +49,8 @@ def layer_products_mosaic_gpu(
     most = max([phase.ctas for phase in phases] + [tokens] * (interpret is None))
     if most > tuning.ctas:
         raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
+    if interpret is None and tuning.ctas > num_sms():  # they would wait for some that never run
+        raise ValueError(f"{tuning}: there are {num_sms()} multiprocessors")
     given = {name: array for name, array in weights._asdict().items() if array is not None}
     given |= {"attended": attended, "x": x, "counters": counters}
     rows = -(-tokens // TOKENS) * TOKENS

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.support import num_sms, record_for
+from pallas_kernels.support import measured_on, num_sms, record_for
 
 TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
 COLUMNS = 128  # of a tile: with fewer the memory gives shorter stretches of rows, and less
@@ -28,6 +28,10 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.weight_slots < 4 or self.token_slots < 2:
             raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
+        if not 1 <= min(self.early, self.ahead) <= max(self.early, self.ahead) <= self.weight_slots:
+            raise ValueError(
+                f"1 to {self.weight_slots} loads can be under way, as many as there are slots, got {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ TUNING = {"9.0": Generation()}
 
 def takes(tokens: int) -> bool:
     """Whether the kernel can have so many."""
-    return tokens <= MULTIPLE or (tokens <= MOST_TOKENS and tokens % MULTIPLE == 0)
+    return 1 <= tokens <= MOST_TOKENS and (tokens <= MULTIPLE or tokens % MULTIPLE == 0)
 
 
 def tuning_for(
@@ -52,15 +56,12 @@ def tuning_for(
 ) -> Tuning | None:
     """Of layers with so many numbers from attention, in the residual stream, behind the gates and of heads, for each token.
 
-    None where the kernel cannot cut its matrices, or products by themselves are as fast.
+    None where the kernel cannot cut its matrices, or products by themselves may be faster.
     """
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
     ctas = num_sms()
-    known = device.platform != "gpu" or any(
-        kind in getattr(device, "device_kind", "") for kind in generation.kinds
-    )
-    if not known or not takes(tokens):
+    if not measured_on(generation.kinds, device) or not takes(tokens) or tokens > ctas:
         return None
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
         return None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
+from benchmarks.shapes import LLAMA_8B
 from models.logits import AttentionLogits
 from pallas_kernels import byte_pages
 from tangram_jax.attention import chunk_attention
@@ -327,6 +328,14 @@ def test_empty_slots_on_a_gpu(fp8, tokens, each, slots, monkeypatch):
     assert step._missing_slots(config, tokens, each) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert step._missing_slots(config, tokens, each) == slots
+
+
+@pytest.mark.parametrize(
+    ("tokens", "each", "slots"), [(1, 1, 1), (5, 1, 0), (12, 1, 4), (36, 1, 4), (20, 4, 1)]
+)
+def test_empty_slots_for_the_kernel_of_a_layer(tokens, each, slots, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sys.modules["tangram_jax.step"]._missing_slots(LLAMA_8B, tokens, each) == slots
 
 
 def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.config import ModelConfig
 from pallas_kernels import layer_products as lp
 from pallas_kernels.gates import Gate
 from tests.kernels.expert_cases import relative_error
@@ -47,6 +48,12 @@ class Case:
         if self.heads:
             weights = weights._replace(next_norm=draw(width) + 1, heads=matrix(width, self.heads))
         return draw(self.tokens, self.attended), draw(self.tokens, width), weights
+
+
+def columns_of(config: ModelConfig) -> tuple[int, int, int, int]:
+    """As `LayerWeights.columns`, of a model's layers."""
+    queries, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    return queries, config.hidden_size, config.intermediate_size, queries + 2 * kv
 
 
 def check_layer(case: Case, tuning: lp.Tuning | None = None, interpret: Any = None, repeats: int = 0) -> None:

@@ -7,24 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.decode_step import PRODUCTS, without
+from benchmarks.dense_products import queries_as_result
+from benchmarks.shapes import SHAPES
+from models.params import map_specs, param_specs
+from models.products import has_layer_kernel
+from models.transformer import forward
 from pallas_kernels import layer_products as lp
-from tests.kernels.layer_cases import Case, check_layer
+from pallas_kernels.support import num_sms
+from tests.kernels.layer_cases import Case, check_layer, columns_of
 
 pytestmark = pytest.mark.gpu
-FEW = lp.Tuning(ctas=132, weight_slots=11, token_slots=4)
-MANY = lp.Tuning(ctas=132, weight_slots=8, token_slots=5, early=1)
+SMS = num_sms()
+FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4)
+MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
+LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 40, 64, 96])
+@pytest.mark.parametrize("tokens", [1, 7, 40, 128])
 @pytest.mark.parametrize(
     "case",
     [
-        Case(0, 4096, 4096, 14336, 6144),
-        Case(0, 4096, 3840, 15360, 8192, gate="gelu", offset=1.0, post_norms=True),
-        Case(0, 4096, 2560, 9728, 6144, dtype="float16"),
+        Case(0, *LLAMA),
+        Case(0, *GEMMA, gate="gelu", offset=1.0, post_norms=True),
+        Case(0, *QWEN, dtype="float16"),
         Case(0, 576, 512, 1536, 768),
-        Case(0, 4096, 3840, 15360, gate="gelu", offset=1.0, post_norms=True),
-        Case(0, 4096, 4096, 14336),
+        Case(0, *GEMMA[:3], gate="gelu", offset=1.0, post_norms=True),
+        Case(0, *LLAMA[:3]),
     ],
     ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Gemma's last", "Llama's last"],
 )
@@ -32,8 +41,31 @@ def test_layers_of_models(case, tokens):
     check_layer(dataclasses.replace(case, tokens=tokens), FEW if tokens <= 64 else MANY, repeats=10)
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-12b"])
+@pytest.mark.parametrize("tokens", [2, 64, 96])
+def test_models_with_it_and_without(name, tokens):
+    """As the engine has it, with the tuning of the device; norms are no ones, and MLPs weigh as much as the stream."""
+    config = SHAPES[name].replace(num_layers=3, sliding_layers=(), vocab_size=1024)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+
+    def draw(spec):
+        scale = config.hidden_size**-0.5 if len(spec.shape) > 1 else 0.3
+        return jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
+
+    params, at = map_specs(draw, param_specs(config)), jnp.arange(tokens)
+    outs = []
+    for left_out in ((), PRODUCTS):
+        with without(*left_out):
+            of = config.replace(name=f"{name}, {len(left_out)}")
+            assert has_layer_kernel(params["layers"], params["embed"][:tokens], of) == (not left_out)
+            outs.append(
+                jax.jit(lambda params, of=of: forward(params, of, at, at, queries_as_result, ())[0])(params)
+            )
+    assert jnp.linalg.norm(outs[0] - outs[1]) < 0.03 * jnp.linalg.norm(outs[1])
+
+
 def test_counters_serve_one_layer_after_another():
-    attended, x, weights = Case(64, 4096, 4096, 14336, 6144).arrays()
+    attended, x, weights = Case(64, *LLAMA).arrays()
 
     @jax.jit
     def run(counters, x):
