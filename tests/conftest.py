@@ -28,6 +28,9 @@ import hypothesis
 import jax
 import pytest
 
+from tests import interpreter
+
+interpreter.install()
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
