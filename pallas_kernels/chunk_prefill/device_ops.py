@@ -15,10 +15,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from pallas_kernels.chunk_prefill.tuning import ROWS
+from pallas_kernels.stores import rows_of_a_thread
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-# Dimensions of an array's registers (WGMMA layout, 64 rows): eights of columns, and the two rows of a thread.
-COLUMNS, HALF = 1, 4
+COLUMNS = 1  # dimension of an array's registers (WGMMA layout, 64 rows): eights of columns
 FOLDED = 8  # so many columns further a thread has the same row and places again
 
 
@@ -51,13 +51,7 @@ def store_rows(
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR, SCALAR, SCALAR))
     def run(ctx: Any, value: Any, dst: Any, *places: Any) -> None:
         del ctx
-        by_row: dict[Any, list[tuple[Any, Any, Any]]] = {}
-        for (r, c), at in zip(
-            value.layout.thread_idxs(value.shape), np.ndindex(value.registers.shape), strict=True
-        ):
-            half = at[HALF]  # which of a thread's two rows, eight apart
-            by_row.setdefault(half, []).append((r, c, value.registers[at]))
-        for entries in by_row.values():
+        for entries in rows_of_a_thread(value):
             token, head, held = rows.place(entries[0][0], *places)
             with mgpu_utils.when(held):
                 for _, c, register in entries:

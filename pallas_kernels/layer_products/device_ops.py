@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-HALF = 4  # dimension of an array's registers (WGMMA layout, 64 rows): the two rows of a thread
+from pallas_kernels.stores import rows_of_a_thread
 
 
 def _fence() -> None:
@@ -53,17 +52,12 @@ def wait(counter: jax.Ref, value: int, waiting: int) -> None:
 
 
 def store_rows(value: jax.Array, dst: jax.Ref, rows: jax.Array) -> None:
-    """The first `rows` (i32) of [64, columns] (WGMMA layout) to global memory, which others would be written to, too."""
+    """The first `rows` (i32) of [64, columns] (WGMMA layout) to global memory of that shape, whose other rows stay."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, value: Any, dst: Any, rows: Any) -> None:
-        index = ir.IndexType.get()
-        limit = arith.index_cast(index, rows.registers.item())
-        by_row: dict[int, list[tuple[Any, Any, Any]]] = {}
-        places = value.layout.thread_idxs(value.shape)
-        for (row, column), at in zip(places, np.ndindex(value.registers.shape), strict=True):
-            by_row.setdefault(at[HALF], []).append((row, column, value.registers[at]))
-        for entries in by_row.values():
+        limit = arith.index_cast(ir.IndexType.get(), rows.registers.item())
+        for entries in rows_of_a_thread(value):
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, entries[0][0], limit)):
                 for row, column, register in entries:
                     vector.store(register, dst, [row, column])
