@@ -317,25 +317,18 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize(("fp8", "tokens", "each", "slots"), [
-    (False, 1, 1, 1), (False, 3, 1, 0), (False, 39, 1, 0), (False, 65, 1, 7), (False, 129, 1, 0), (False, 60, 5, 4),
-    (False, 66, 4, 0), (False, 125, 5, 0), (True, 1, 1, 7), (True, 16, 1, 0), (True, 512 + 29, 1, 3), (True, 60, 5, 1),
+@pytest.mark.parametrize(("config", "tokens", "each", "slots"), [
+    (CONFIG, 1, 1, 1), (CONFIG, 3, 1, 0), (CONFIG, 39, 1, 0), (CONFIG, 65, 1, 7), (CONFIG, 129, 1, 0), (CONFIG, 60, 5, 4),
+    (CONFIG, 66, 4, 0), (CONFIG, 125, 5, 0),
+    *((CONFIG.replace(weights_fp8=True), *case) for case in ((1, 1, 7), (16, 1, 0), (512 + 29, 1, 3), (60, 5, 1))),
+    *((LLAMA_8B, *case) for case in ((1, 1, 1), (5, 1, 0), (12, 1, 4), (36, 1, 4), (20, 4, 1))),  # whose layers are a kernel
 ])  # fmt: skip
-def test_empty_slots_on_a_gpu(fp8, tokens, each, slots, monkeypatch):
-    """Some dozens of tokens up to a multiple of eight, if slots of `each` can and it is not more than have kernels."""
+def test_empty_slots_on_a_gpu(config, tokens, each, slots, monkeypatch):
+    """Up to a multiple of eight, if slots of `each` can and it is not more than have kernels."""
     step = sys.modules["tangram_jax.step"]
-    config = CONFIG.replace(weights_fp8=fp8)
     assert step._missing_slots(config, tokens, each) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert step._missing_slots(config, tokens, each) == slots
-
-
-@pytest.mark.parametrize(
-    ("tokens", "each", "slots"), [(1, 1, 1), (5, 1, 0), (12, 1, 4), (36, 1, 4), (20, 4, 1)]
-)
-def test_empty_slots_for_the_kernel_of_a_layer(tokens, each, slots, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert sys.modules["tangram_jax.step"]._missing_slots(LLAMA_8B, tokens, each) == slots
 
 
 def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
