@@ -290,7 +290,7 @@ def main() -> None:
             for dtype, drafts, by_xla in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
-                    with without(*PRODUCTS) if by_xla else contextlib.nullcontext():
+                    with without(*(PRODUCTS if by_xla else ())):
                         of = config.replace(name=f"{config.name}, XLA's products") if by_xla else config
                         row = measure(params, of, batch, tokens, retention, args, roof, dtype, drafts)
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count

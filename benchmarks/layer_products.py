@@ -8,14 +8,12 @@ without it, "XLA" with XLA's alone. The floor is the weights' bytes at the roof,
 layers against XLA's, norm over norm. The kernel is asked for on any GPU.
 """
 
-import dataclasses
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks.decode_step import PRODUCTS, without
-from benchmarks.dense_products import Row, layer_us, model
+from benchmarks.dense_products import Row, layer_us, model, on_any_gpu
 from benchmarks.measured import main_of_rows
 from pallas_kernels import layer_products
 from pallas_kernels.layer_products.tuning import TUNING
@@ -40,8 +38,7 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     rows = [Row(name, tokens) for name in MODELS for tokens in TOKENS]
-    everywhere = {key: dataclasses.replace(record, kinds=("",)) for key, record in TUNING.items()}
-    with mock.patch.dict(TUNING, everywhere):
+    with on_any_gpu(TUNING):
         main_of_rows(__doc__, rows, measure, argv)
 
 

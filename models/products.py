@@ -104,9 +104,9 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
 def wanted_multiple(tokens: int, config: ModelConfig) -> int:
     """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for 16-bit weights."""
     multiple = layer_products.MULTIPLE
-    assert multiple == dense_products.MULTIPLE
-    of_layers = tokens > multiple and _layer_tuning(-(-tokens // multiple) * multiple, config) is not None
-    return multiple if of_layers or dense_products.takes(tokens) else 1
+    if tokens > multiple and _layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
+        return multiple
+    return dense_products.MULTIPLE if dense_products.takes(tokens) else 1
 
 
 def _layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:

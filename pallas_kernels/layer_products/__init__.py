@@ -9,17 +9,17 @@ from pallas_kernels import support
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.phases import COUNTERS
 from pallas_kernels.layer_products.reference import layer_products_reference
-from pallas_kernels.layer_products.tuning import MOST_TOKENS, MULTIPLE, TUNING, Tuning, takes, tuning_for
+from pallas_kernels.layer_products.tuning import MOST_TOKENS, MULTIPLE, TUNING, Tuning, can_take, tuning_for
 from pallas_kernels.layer_products.weights import LayerWeights
 
 __all__ = [
     "LayerWeights",
     "Tuning",
+    "can_take",
     "check_supported",
     "counters_of",
     "layer_products",
     "layer_products_reference",
-    "takes",
     "tuning_for",
 ]
 
@@ -31,7 +31,7 @@ def check_supported(x: jax.Array, *others: jax.Array, device: jax.Device | None 
         raise NotImplementedError(
             f"tokens and weights of {', '.join(sorted(dtypes))}: the kernel takes bfloat16 or float16 for all"
         )
-    if not takes(x.shape[0]):
+    if not can_take(x.shape[0]):
         raise NotImplementedError(
             f"{x.shape[0]} tokens: the kernel takes 1 to {MULTIPLE}, and multiples of {MULTIPLE} up to {MOST_TOKENS}"
         )
@@ -61,7 +61,7 @@ def layer_products(
     """The residual stream [T, E] at the end of a layer, and the next layer's heads [T, H], from attention's result.
 
     Args:
-      attended: [T, A], bfloat16 or float16 as all others; T as `takes` has it.
+      attended: [T, A], bfloat16 or float16 as all others; T as it `can_take`.
       x: [T, E], the residual stream before attention's result is added.
       weights: see `LayerWeights`; without heads None is given for these.
       counters: see `counters_of`.

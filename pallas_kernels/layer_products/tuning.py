@@ -46,7 +46,7 @@ class Generation:
 TUNING = {"9.0": Generation()}
 
 
-def takes(tokens: int) -> bool:
+def can_take(tokens: int) -> bool:
     """Whether the kernel can have so many."""
     return 1 <= tokens <= MOST_TOKENS and (tokens <= MULTIPLE or tokens % MULTIPLE == 0)
 
@@ -61,7 +61,7 @@ def tuning_for(
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
     ctas = num_sms()
-    if not measured_on(generation.kinds, device) or not takes(tokens) or tokens > ctas:
+    if not measured_on(generation.kinds, device) or not can_take(tokens) or tokens > ctas:
         return None
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
         return None
