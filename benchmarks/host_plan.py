@@ -25,15 +25,17 @@ def host_plan(
     one layer. `least`: units of a share at least.
     """
     count = len(length)
+    number = np.argsort(column, kind="stable")  # in the line's order
+    length, offset, column = length[number], offset[number], column[number]
     begin = np.zeros(count + 1, np.int32)  # units
     np.cumsum(-(-length // unit), out=begin[1:])
     total = begin[-1]
-    share = max(-(-total // num_shares), least)
-    borders = np.minimum(np.arange(num_shares + 1, dtype=np.int32) * share, total)
+    used = -(-total // max(-(-total // num_shares), least))
+    borders = np.minimum(np.arange(num_shares + 1), used) * total // used
     items = np.zeros((count + 1, P.ITEM_COLUMNS), np.int32)
     items[:, P.ITEM_BEGIN] = begin
     items[:-1, P.ITEM_LENGTH], items[:-1, P.ITEM_OFFSET] = length, offset
-    items[:-1, P.ITEM_COLUMN], items[:-1, P.ITEM_NUMBER] = column, np.arange(count)
+    items[:-1, P.ITEM_COLUMN], items[:-1, P.ITEM_NUMBER] = column, number
 
     start, end = borders[:-1], borders[1:]
     first = np.clip(np.searchsorted(begin, start, side="right") - 1, 0, count - 1)
@@ -50,7 +52,7 @@ def host_plan(
         (P.LENGTH, length[last]),
         (P.OFFSET, offset[last]),
         (P.COLUMN, column[last]),
-        (P.NUMBER, last),
+        (P.NUMBER, number[last]),
         (P.HAND_TO, np.searchsorted(borders, stop - 1, side="right") - 1),
         (P.FIRST_SHARE, np.searchsorted(borders, begin[first], side="right") - 1),
     ):

@@ -1,13 +1,17 @@
 """How the work of a decode step is divided among the CTAs of a GPU.
 
-The entries of all (request, KV head) items of one layer form one line, ordered by request, then head, and counted in units
-of `unit` entries. A share is an interval of that line; share `w` is the work of CTA `w`, whatever items it crosses. An item
-that a border cuts is put together again by the CTA that holds its end, or by several that hold nothing else. So every way
-of dividing the work is a choice of borders, and one kernel serves them all:
+The entries of all (request, KV head) items of one layer form one line, counted in units of `unit` entries. A share is an
+interval of that line; share `w` is the work of CTA `w`, whatever items it crosses. An item that a border cuts is put
+together again by the CTA that holds its end, or by several that hold nothing else. So every way of dividing the work is a
+choice of borders, and one kernel serves them all:
 
-* equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests;
+* equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests. The line goes
+  through the first columns of all pages, then the second ones, and so on: if SMs divide by columns, those of a page are read
+  at the same time, by as many CTAs, which is up to 2% faster than one after another;
 * splits of every item, a constant number (FlashDecoding) or the split map of the paper (Algorithm 1);
 * borders given by the caller, for a plan made on the host.
+
+In the last two the line is ordered by request, then head.
 
 `plan_decode` is a handful of array operations on the device, done once per step for all layers.
 """
@@ -123,14 +127,17 @@ def plan_decode(
     skips = jnp.zeros(batch, jnp.int32) if skip is None else skip.astype(jnp.int32)
     skips = by_layer(jnp.broadcast_to(skips[:, None], (batch, heads)))
     units = -(-length // unit)
+    order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
     if borders is None and splits is None:
         least = least_share(unit) if num_shares is None else 1
         borders = _equal_borders(units.sum(axis=1), num_shares or num_sms(), least)
+        order = _by_column(column, num_layers, batch)
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
         borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
     assert borders is not None
-    items = _pack_items(units, empty, length, offset, columns, skips)
+    in_order = [jnp.take_along_axis(x, order, axis=1) for x in (units, empty, length, offset, columns, skips)]
+    items = _pack_items(order, *in_order)
     shares = _describe_shares(borders, items, num_empty=empty.sum(axis=1, dtype=jnp.int32))
     shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
     # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
@@ -157,7 +164,15 @@ def _first_pages(shares: jax.Array, table: jax.Array, page_size: int, unit: int)
     return table.reshape(-1)[jnp.clip(shares[..., OFFSET, None] + at, 0, table.size - 1)].astype(jnp.int32)
 
 
+def _by_column(column: jax.Array | np.ndarray, num_layers: int, batch: int) -> jax.Array:
+    """i32[L, B * K]: items by their heads' columns, then in the batch's order."""
+    xp = jnp if isinstance(column, jax.core.Tracer) else np  # what is known needs no sorting in every step
+    columns = xp.tile(xp.asarray(column).reshape(num_layers, -1), batch)
+    return jnp.asarray(xp.argsort(columns, axis=1, stable=True), jnp.int32)
+
+
 def _pack_items(
+    number: jax.Array,
     units: jax.Array,
     empty: jax.Array,
     length: jax.Array,
@@ -165,11 +180,13 @@ def _pack_items(
     columns: jax.Array,
     skips: jax.Array,
 ) -> jax.Array:
-    """i32[L, items + 1, ITEM_COLUMNS]; rows after the last item that holds entries begin at the total."""
+    """i32[L, items + 1, ITEM_COLUMNS] of items in the line's order, with their numbers in the batch.
+
+    Rows after the last item that holds entries begin at the total.
+    """
     num_layers, num_items = units.shape
     full = units > 0
     begin = jnp.cumsum(units, axis=1, dtype=jnp.int32) - units
-    number = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
     rows = jnp.stack([begin, length, offset, columns, number, skips], axis=-1)
     packed = jnp.zeros((num_layers, num_items + 1, ITEM_COLUMNS), jnp.int32)
     packed = packed.at[:, :, ITEM_BEGIN].set(units.sum(axis=1, dtype=jnp.int32)[:, None])
@@ -226,9 +243,15 @@ def least_share(unit: int) -> int:
 
 
 def _equal_borders(total: jax.Array, num_shares: int, least: int) -> jax.Array:
-    """i32[L, num_shares + 1]: shares of ceil(total / num_shares) units or `least`, the last ones shorter or empty."""
-    share = jnp.maximum(-(-total // num_shares), least)[:, None]
-    return jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None] * share, total[:, None])
+    """i32[L, num_shares + 1]: no more shares than of ceil(total / num_shares) or `least` units each, the last ones empty.
+
+    Among themselves they are equal: so a line of equal parts has the same borders in each, if shares divide by the parts.
+    """
+    largest = jnp.maximum(-(-total // num_shares), least)
+    count = jnp.maximum(-(-total // largest), 1)[:, None]
+    whole, rest = total[:, None] // count, total[:, None] % count
+    at = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None], count)
+    return at * whole + at * rest // count
 
 
 def _split_borders(units: jax.Array, parts: np.ndarray, batch: int) -> jax.Array:
