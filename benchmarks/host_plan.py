@@ -30,7 +30,8 @@ def host_plan(
     begin = np.zeros(count + 1, np.int32)  # units
     np.cumsum(-(-length // unit), out=begin[1:])
     total = begin[-1]
-    used = -(-total // max(-(-total // num_shares), least))
+    used, parts = -(-total // max(-(-total // num_shares), least)), column.max() + 1
+    used = min(-(-used // parts) * parts, num_shares)
     borders = np.minimum(np.arange(num_shares + 1), used) * total // used
     items = np.zeros((count + 1, P.ITEM_COLUMNS), np.int32)
     items[:, P.ITEM_BEGIN] = begin

@@ -130,7 +130,8 @@ def plan_decode(
     order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
     if borders is None and splits is None:
         least = least_share(unit) if num_shares is None else 1
-        borders = _equal_borders(units.sum(axis=1), num_shares or num_sms(), least)
+        page_columns = jnp.max(jnp.asarray(column, jnp.int32)) + 1
+        borders = _equal_borders(units.sum(axis=1), num_shares or num_sms(), least, page_columns)
         order = _by_column(column, num_layers, batch)
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
@@ -242,13 +243,14 @@ def least_share(unit: int) -> int:
     return -(-LEAST_SHARE // unit)
 
 
-def _equal_borders(total: jax.Array, num_shares: int, least: int) -> jax.Array:
-    """i32[L, num_shares + 1]: no more shares than of ceil(total / num_shares) or `least` units each, the last ones empty.
+def _equal_borders(total: jax.Array, num_shares: int, least: int, parts: jax.Array) -> jax.Array:
+    """i32[L, num_shares + 1]: as few equal shares as hold ceil(total / num_shares) units or `least`, and empty ones.
 
-    Among themselves they are equal: so a line of equal parts has the same borders in each, if shares divide by the parts.
+    Of a line of so many equal `parts` each has as many of them, if `num_shares` allows that.
     """
     largest = jnp.maximum(-(-total // num_shares), least)
-    count = jnp.maximum(-(-total // largest), 1)[:, None]
+    count = -(-total // largest)
+    count = jnp.clip(-(-count // parts) * parts, 1, num_shares)[:, None]
     whole, rest = total[:, None] // count, total[:, None] % count
     at = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None], count)
     return at * whole + at * rest // count
