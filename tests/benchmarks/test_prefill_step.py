@@ -70,7 +70,7 @@ def test_flops_of_chunks_that_share_a_step():
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_of_a_small_model(monkeypatch, rows):
     monkeypatch.setattr(prefill_step, "DECODING", 128)
     args = argparse.Namespace(sustained=False, profile=False)

@@ -44,7 +44,7 @@ def kernels(text: str) -> int:
     ("scorer", "cluster", "dtype", "batch"),
     [
         pytest.param("snapkv", "layer", jnp.bfloat16, 8, marks=pytest.mark.slow),
-        ("expected_attention", "model", jnp.bfloat16, 1),
+        pytest.param("expected_attention", "model", jnp.bfloat16, 1, marks=pytest.mark.slow),
         ("snapkv", "model", jnp.uint8, 8),
     ],
     ids=["sums", "moments", "bytes"],

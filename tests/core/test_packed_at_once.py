@@ -43,7 +43,7 @@ def at_once(monkeypatch):
     return patch
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["windows", pytest.param("sinks, bytes", marks=pytest.mark.slow)])
 def test_one_call_for_all_is_as_one_for_each(name, at_once):
     dtype, config, scorer = CASES[name]
     params, rng = random_params(config, 0), np.random.default_rng(0)

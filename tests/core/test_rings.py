@@ -125,7 +125,9 @@ class Rows:
         self.tokens[row] = self.tokens[row][: len(self.tokens[row]) - count]
 
 
-@pytest.mark.parametrize("page_size", [4, pytest.param(8, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize(
+    "page_size", [pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 32]
+)
 @pytest.mark.parametrize("chunk", [7, 30, 90])
 def test_full_retention_equals_dense_attention(page_size, chunk):
     """Chunks within a page, beyond the window, and beyond the ring; tokens until the ring has gone round."""

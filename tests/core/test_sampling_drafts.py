@@ -32,7 +32,11 @@ def state_of(variant: Variant) -> sampling.SamplerState:
     return state
 
 
-@pytest.mark.parametrize("variant", [GREEDY, FULL, Variant(num_logprobs=3)], ids=["greedy", "full", "scored"])
+@pytest.mark.parametrize(
+    "variant",
+    [GREEDY, pytest.param(FULL, marks=pytest.mark.slow), Variant(num_logprobs=3)],
+    ids=["greedy", "full", "scored"],
+)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_as_token_by_token(variant, seed, data):

@@ -207,7 +207,6 @@ def check_real_weights_in_fp8() -> None:
         "check_ragged",
         "check_linked",
         "check_gpt_oss",
-        "check_fp8",
         "check_the_pool_stays",
     ],
 )
@@ -219,6 +218,7 @@ def test_on_simulated_devices(function):
 @pytest.mark.parametrize(
     "function",
     [
+        "check_fp8",
         "check_packed_experts",
         "check_ragged_on_four",
         "check_padded_real_weights",
@@ -259,7 +259,11 @@ def abstract_mesh(devices: int) -> AbstractMesh:
 )
 @pytest.mark.parametrize(
     ("fields", "more"),
-    [({}, (0, 0)), ({"weights_fp8": True}, (4, 4)), (EXPERTS | {"experts_mxfp4": True}, (2, 3))],
+    [
+        pytest.param({}, (0, 0), marks=pytest.mark.slow),
+        ({"weights_fp8": True}, (4, 4)),
+        (EXPERTS | {"experts_mxfp4": True}, (2, 3)),
+    ],
     ids=["floats", "fp8", "mxfp4"],
 )
 def test_each_device_runs_the_kernels(fields, more, linked, caplog):

@@ -35,7 +35,7 @@ from tests.core.stepping import (
 )
 
 
-@pytest.mark.parametrize("cluster", ["layer", "model", "adjacent"])
+@pytest.mark.parametrize("cluster", ["layer", "model", pytest.param("adjacent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("page_size", "chunk"), [(8, 7), (64, 32)])
 def test_full_retention_equals_dense_attention(cluster, page_size, chunk):
     tokens, generated = random_tokens(70), random_tokens(12, seed=1)

@@ -83,7 +83,8 @@ TILES = [*((4, window) for window in (None, 1, 100, 128, 700)), (3, None), (5, 1
 @pytest.mark.parametrize(
     ("group", "window", "behind", "given"),
     [
-        *((*tile, None, given) for tile in TILES for given in (False, True)),
+        *((*tile, None, True) for tile in TILES),
+        *(SLOW(*tile, None, False) for tile in TILES),
         *(
             (4, window, [99, 128, 0], given)
             for window, given in ((None, False), (1, True), (100, True), (700, True))
@@ -268,7 +269,8 @@ def test_keys_before_those_of_requests_in_the_interpreter():
     check_interpreted(make_case([[0], [5]], 56, group=5, head_dim=64, window=41, **requests))
 
 
-@pytest.mark.parametrize("larger_tile", [SLOW(1.31), 0.0])
+@pytest.mark.slow  # the histories of several requests are cut by default
+@pytest.mark.parametrize("larger_tile", [1.31, 0.0])
 def test_pieces_of_a_history_in_the_interpreter(monkeypatch, larger_tile):
     """With two and three warpgroups."""
     monkeypatch.setattr(cuts, "MIN_PIECE", 1)
@@ -333,7 +335,9 @@ def test_layers_share_one_kernel_text():
     assert text.count("kernel_hash") == 1  # one function, called by every layer
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [SLOW(64, 1), (64, 16), (128, 5), (256, 1), SLOW(256, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [SLOW(64, 1), (64, 16), SLOW(128, 5), (256, 1), SLOW(256, 16)]
+)
 def test_lowers_for_a_gpu(group, head_dim):
     case = make_case([[70, 33]], 70, group=group, head_dim=head_dim, page_size=64, soft_cap=30.0, window=100)
 
@@ -344,6 +348,7 @@ def test_lowers_for_a_gpu(group, head_dim):
     assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow  # `test_steps_lower_beside_64_bit_numbers` has it by default
 def test_lowers_in_a_program_of_64_bits():
     with jax.enable_x64(True):
         test_lowers_for_a_gpu(16, 64)

@@ -167,7 +167,9 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
             {"busy": 2},
             marks=pytest.mark.slow,
         ),
-        ({"rows": 16, "split": 2, "warpgroups": 1}, (20, 2, 3, 320, 128), {}),
+        pytest.param(
+            {"rows": 16, "split": 2, "warpgroups": 1}, (20, 2, 3, 320, 128), {}, marks=pytest.mark.slow
+        ),
     ],
     ids=["many rows", "biases and a limit", "odd depth", "depth shared"],
 )
@@ -192,7 +194,7 @@ def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
 @pytest.mark.parametrize(
     "there",
     [
-        [True],
+        pytest.param([True], marks=pytest.mark.slow),
         pytest.param([True, False], marks=pytest.mark.slow),
         pytest.param([False, True, True], marks=pytest.mark.slow),
         [True, False, True, True],

@@ -136,9 +136,8 @@ def test_grammars_go_without_beside_those_that_draft(engine, monkeypatch):
     engine.settle()
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"), [("gemma2", GEMMA2), pytest.param("gpt_oss", GPT_OSS, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # `test_engine_random` has windows, and drafts, by default
+@pytest.mark.parametrize(("kind", "config"), [("gemma2", GEMMA2), ("gpt_oss", GPT_OSS)])
 def test_with_windows(kind, config, monkeypatch):
     prompt = tokens_of(60, 6)
     with tiny_engine(kind) as tiny:
