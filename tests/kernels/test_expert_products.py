@@ -122,9 +122,21 @@ def test_reference_of_a_direct_plan(options):
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), {"like_gpt_oss": True}),
         (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
         (dataclasses.replace(PACKED_ONE, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
-        (dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED),
-        (dataclasses.replace(FP8_FEW, num_ctas=2), (5, 2, 4, 192, 128), {"packed": "fp8"}),
-        (dataclasses.replace(FP8_ONE, num_ctas=2), (3, 2, 4, 192, 320), PACKED | {"packed": "fp8"}),
+        pytest.param(
+            dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dataclasses.replace(FP8_FEW, num_ctas=2),
+            (5, 2, 4, 192, 128),
+            {"packed": "fp8"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dataclasses.replace(FP8_ONE, num_ctas=2),
+            (3, 2, 4, 192, 320),
+            PACKED | {"packed": "fp8"},
+            marks=pytest.mark.slow,
+        ),
         (
             dataclasses.replace(FP8_FEW, num_ctas=2, rows=24, warpgroups=2),
             (40, 2, 3, 128, 128),

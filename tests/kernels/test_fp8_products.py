@@ -68,7 +68,7 @@ def test_random_weights_have_the_deviation():
     [
         (5, 192, 128, {"rows": 8}),
         (20, 64, 192, {"rows": 16, "deep": 1}),
-        (16, 192, 256, {"rows": 16, "splits": 2}),
+        pytest.param(16, 192, 256, {"rows": 16, "splits": 2}, marks=pytest.mark.slow),
         (40, 256, 128, {"rows": 32, "warpgroups": 2}),
         (9, 192, 384, {"rows": 8, "warpgroups": 3, "splits": 3, "per_sm": 2}),
         (24, 64, 128, {"rows": 64}),
@@ -113,13 +113,13 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
         (5, 128, 192, {"rows": 8, "deep": 1}),
         (40, 128, 256, {"rows": 32, "warpgroups": 2, "deep": 2}),
         (16, 64, 512, {"rows": 16, "splits": 2, "deep": 4}),
-        (78, 64, 128, {"rows": 40, "deep": 2}),
+        pytest.param(78, 64, 128, {"rows": 40, "deep": 2}, marks=pytest.mark.slow),
         (524, 64, 256, {"rows": 264, "deep": 2}),
         (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
         (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2}),
         (70, 64, 384, {"rows": 40, "deep": 2, "stores": 2}),
         (130, 64, 512, {"rows": 128, "deep": 4}),
-        (264, 64, 256, {"rows": 264, "deep": 2}),
+        pytest.param(264, 64, 256, {"rows": 264, "deep": 2}, marks=pytest.mark.slow),
         (48, 64, 384, {"rows": 48, "splits": 2, "deep": 2}),
     ],
     ids=[
@@ -153,7 +153,7 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
 @pytest.mark.parametrize(
     ("tokens", "inner", "options"),
     [
-        (40, 192, {"rows": 32, "warpgroups": 2}),
+        pytest.param(40, 192, {"rows": 32, "warpgroups": 2}, marks=pytest.mark.slow),
         (70, 128, {"rows": 40, "warpgroups": 2}),
         (264, 64, {"rows": 264, "warpgroups": 2, "stores": 2}),
         (20, 64, {"rows": 16}),

@@ -378,11 +378,11 @@ def test_layers_share_one_kernel_text():
         pytest.param(64, 1, 16, {}, marks=pytest.mark.slow),
         pytest.param(64, 16, 128, {"soft_cap": 20.0, "new": True}, marks=pytest.mark.slow),
         pytest.param(256, 1, 128, {"sinks": True}, marks=pytest.mark.slow),
-        (256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}),
+        pytest.param(256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}, marks=pytest.mark.slow),
         (64, 8, 64, {"sinks": True, "new": True}),  # GPT-OSS
         (256, 2, 64, {"new": True, "skip": [5, 0]}),  # Gemma 3
         (256, 16, 64, {"packed": True, "new": True}),
-        (64, 8, 64, {"sinks": True, "tokens": 4}),
+        pytest.param(64, 8, 64, {"sinks": True, "tokens": 4}, marks=pytest.mark.slow),
         pytest.param(256, 2, 64, {"tokens": 8}, marks=pytest.mark.slow),
         (128, 3, 16, {"packed": True, "tokens": 5, "soft_cap": 20.0, "skip": [5, 0]}),
     ],
