@@ -24,6 +24,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers 
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowered programs need not know their lines
+
 import hypothesis
 import jax
 import pytest
