@@ -131,7 +131,7 @@ def plan_decode(
     if borders is None and splits is None:
         least = least_share(unit) if num_shares is None else 1
         page_columns = jnp.max(jnp.asarray(column, jnp.int32)) + 1
-        borders = _equal_borders(units.sum(axis=1), num_shares or num_sms(), least, page_columns)
+        borders = equal_borders(units.sum(axis=1), num_shares or num_sms(), least, page_columns)
         order = _by_column(column, num_layers, batch)
     elif borders is None:
         parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
@@ -243,7 +243,7 @@ def least_share(unit: int) -> int:
     return -(-LEAST_SHARE // unit)
 
 
-def _equal_borders(total: jax.Array, num_shares: int, least: int, parts: jax.Array) -> jax.Array:
+def equal_borders(total: jax.Array, num_shares: int, least: int, parts: jax.Array | int = 1) -> jax.Array:
     """i32[L, num_shares + 1]: as few equal shares as hold ceil(total / num_shares) units or `least`, and empty ones.
 
     Of a line of so many equal `parts` each has as many of them, if `num_shares` allows that.
