@@ -31,7 +31,7 @@ def host_plan(
     np.cumsum(-(-length // unit), out=begin[1:])
     total = begin[-1]
     used, parts = -(-total // max(-(-total // num_shares), least)), column.max() + 1
-    used = min(-(-used // parts) * parts, num_shares)
+    used = min(-(-used // parts) * parts, num_shares, total)
     borders = np.minimum(np.arange(num_shares + 1), used) * total // used
     items = np.zeros((count + 1, P.ITEM_COLUMNS), np.int32)
     items[:, P.ITEM_BEGIN] = begin

@@ -250,7 +250,8 @@ def equal_borders(total: jax.Array, num_shares: int, least: int, parts: jax.Arra
     """
     largest = jnp.maximum(-(-total // num_shares), least)
     count = -(-total // largest)
-    count = jnp.clip(-(-count // parts) * parts, 1, num_shares)[:, None]
+    count = jnp.minimum(-(-count // parts) * parts, num_shares)
+    count = jnp.maximum(jnp.minimum(count, total), 1)[:, None]  # the empty ones are the last
     whole, rest = total[:, None] // count, total[:, None] % count
     at = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None], count)
     return at * whole + at * rest // count

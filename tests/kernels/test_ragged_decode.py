@@ -125,19 +125,6 @@ def test_every_plan_covers_every_unit_once(how):
     np.testing.assert_array_equal(np.sort(np.asarray(plan.items)[0, : empty.size, P.ITEM_EMPTY]), empty)
 
 
-def test_columns_of_a_page_are_read_at_the_same_time():
-    """Shares that divide by the columns have the same pages, one column each."""
-    lengths = jnp.asarray([[700, 700, 90, 90], [33, 33, 0, 0], [1, 1, 512, 512]])
-    first, column = np.array([0, 0, 50, 50]), np.array([1, 0, 0, 1])
-    plan = rd.plan_decode(
-        lengths, jnp.arange(300).reshape(3, 100), first, column, page_size=16, num_shares=14
-    )
-    one, other = np.split(np.asarray(plan.shares)[0], 2)
-    assert (one[:, P.COLUMN] == 0).all() and (other[:, P.COLUMN] == 1).all()
-    np.testing.assert_array_equal(one[:, [P.LENGTH, P.OFFSET]], other[:, [P.LENGTH, P.OFFSET]])
-    np.testing.assert_array_equal(one[:, P.FIRST_PAGES :], other[:, P.FIRST_PAGES :])
-
-
 def test_slots_without_a_request_have_no_work():
     """No item of theirs is done, not even that of giving an empty one's output."""
     lengths = np.array([[-1, -1, -1], [100, 0, 65], [-1, -1, -1], [0, 64, 3]], np.int32)
