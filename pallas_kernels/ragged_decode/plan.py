@@ -101,8 +101,8 @@ def plan_decode(
         within a page), less than a page and at most the lengths.
       num_shares: equal shares to make; by default one per SM, or fewer that hold LEAST_SHARE entries.
       splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
-      borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total; shares that
-        hold nothing must not lie between the pieces of one item.
+      borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total, of a line by
+        request and head; shares that hold nothing must not lie between the pieces of one item.
       unit: entries to which borders are rounded; a multiple of `page_size`.
     """
     unit = default_unit(page_size) if unit is None else unit
