@@ -10,6 +10,7 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
+  python -m benchmarks.decode_step --whole-layers  with one kernel for a layer's attention and products, too
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -40,7 +41,7 @@ from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
-from pallas_kernels import byte_pages, dense_products, layer_products
+from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products
 from pallas_kernels.expert_products import mxfp4
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -59,6 +60,14 @@ def without(*kernels: ModuleType) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kernel in kernels:
             stack.enter_context(mock.patch.object(kernel, "tuning_for", return_value=None))
+        yield
+
+
+@contextlib.contextmanager
+def whole_layers() -> Iterator[None]:
+    """A layer's attention and products are one kernel where there is one: `pallas_kernels.decode_layer`."""
+    records = decode_layer.TUNING
+    with mock.patch.dict(records, {key: replace(of, kinds=("",)) for key, of in records.items()}):
         yield
 
 
@@ -267,9 +276,16 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
+    parser.add_argument(
+        "--whole-layers",
+        action="store_true",
+        help="each case once more with a layer's attention and products as one kernel",
+    )
     args = parser.parse_args()
-    if args.xla_products and (args.drafts or args.bytes or args.fp8):
-        parser.error("--xla-products is compared with nothing else: leave out --drafts, --bytes and --fp8")
+    if (args.xla_products or args.whole_layers) and (args.drafts or args.bytes or args.fp8):
+        parser.error(
+            "--xla-products and --whole-layers are compared with nothing else: leave out --drafts, --bytes and --fp8"
+        )
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config)
@@ -284,21 +300,23 @@ def main() -> None:
         batch, tokens = CASES[index]
         for retention in (1.0, 0.25):
             dtypes = (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]
-            variants = itertools.product(
-                dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], (False, True)[: 1 + args.xla_products]
-            )
-            for dtype, drafts, by_xla in variants:
+            ways: list[tuple[str, Any]] = [("", contextlib.nullcontext)]
+            ways += [("XLA", partial(without, *PRODUCTS))] * args.xla_products
+            ways += [("whole layers", whole_layers)] * args.whole_layers
+            variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], ways)
+            for dtype, drafts, (way, context) in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
-                    with without(*(PRODUCTS if by_xla else ())):
-                        of = config.replace(name=f"{config.name}, XLA's products") if by_xla else config
+                    with context():
+                        of = config.replace(name=f"{config.name}, {way}") if way else config
                         row = measure(params, of, batch, tokens, retention, args, roof, dtype, drafts)
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
                     row = case | {"error": str(error)[:300]}
-                if by_xla:
-                    row["products"] = "XLA"
-                if (drafts or by_xla) and {"ms"} <= row.keys() & rows[-1].keys():
-                    row["times as long"] = round(row["ms"] / rows[-1]["ms"], 3)
+                if way:
+                    row["products"] = way
+                before = rows[-1 - (way == "whole layers" and args.xla_products)] if drafts or way else {}
+                if {"ms"} <= row.keys() & before.keys():
+                    row["times as long"] = round(row["ms"] / before["ms"], 3)
                 elif (
                     byte_pages.is_bytes(dtype)
                     and {"ms"} <= row.keys() & (plain := rows[-1 - bool(args.drafts)]).keys()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +84,8 @@ def gated_product(
 
 
 def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig) -> bool:
-    """Whether `end_of_layer` is there for these layers, and no slower than their products by themselves."""
-    if config.tensor_axis is not None or _layer_tuning(len(x), config) is None:
+    """Whether `ended` is there for these layers, and no slower than their products by themselves."""
+    if config.tensor_axis is not None or layer_tuning(len(x), config) is None:
         return False
     names = ["attn_norm", "qkv", "attn_out", "mlp_norm", "gate_up", "down"]
     names += ["attn_post_norm", "mlp_post_norm"] if config.post_norms else []
@@ -104,12 +104,13 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
 def wanted_multiple(tokens: int, config: ModelConfig) -> int:
     """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for 16-bit weights."""
     multiple = layer_products.MULTIPLE
-    if tokens > multiple and _layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
+    if tokens > multiple and layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
         return multiple
     return dense_products.MULTIPLE if dense_products.takes(tokens) else 1
 
 
-def _layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
+def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
+    """Of the kernel of a layer's products, None where there is none for so many tokens; see `has_layer_kernel`."""
     if config.num_experts or config.attn_out_bias:
         return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
@@ -117,15 +118,20 @@ def _layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | N
     return layer_products.tuning_for(tokens, *columns)
 
 
+class EndOfLayer(NamedTuple):
+    """What follows a layer's attention where one kernel does it all: arguments of `layer_products`."""
+
+    x: Float[Array, "T E"]
+    weights: LayerWeights
+    counters: Array
+    how: dict[str, Any]  # gate, eps and offset
+    tuning: layer_products.Tuning | None
+
+
 def end_of_layer(
-    layer: Params,
-    following: Params | None,
-    x: Float[Array, "T E"],
-    attended: Float[Array, "T A"],
-    counters: Array,
-    config: ModelConfig,
-) -> tuple[Float[Array, "T E"], Float[Array, "T H"] | None]:
-    """The residual stream after a layer's other products, and the `following` layer's heads without bias, by one kernel.
+    layer: Params, following: Params | None, x: Float[Array, "T E"], counters: Array, config: ModelConfig
+) -> EndOfLayer:
+    """Of a layer that `has_layer_kernel`, with the heads of the `following` one, which are without bias.
 
     `counters`: of `layer_products.counters_of`, the same for all layers.
     """
@@ -142,10 +148,17 @@ def end_of_layer(
         weights = weights._replace(
             next_norm=following["attn_norm"], heads=following["qkv"].reshape(width, -1)
         )
+    how = {"gate": "gelu" if config.gelu else "silu", "eps": config.norm_eps, "offset": config.norm_offset}
+    return EndOfLayer(x, weights, counters, how, layer_tuning(len(x), config))
+
+
+def ended(
+    attended: Float[Array, "T A"], end: EndOfLayer
+) -> tuple[Float[Array, "T E"], Float[Array, "T H"] | None]:
+    """The residual stream after a layer's other products, and the following layer's heads, by one kernel."""
     return layer_products.layer_products(
-        attended, x, weights, counters, gate="gelu" if config.gelu else "silu", eps=config.norm_eps,
-        offset=config.norm_offset, tuning=_layer_tuning(len(x), config),
-    )  # fmt: skip
+        attended, end.x, end.weights, end.counters, **end.how, tuning=end.tuning
+    )
 
 
 def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:

@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from models import whole_layers
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import added_norm, end_of_layer, gated_product, has_layer_kernel, product
+from models.products import (
+    added_norm,
+    end_of_layer,
+    ended,
+    gated_product,
+    has_layer_kernel,
+    product,
+)
 from models.rope import rope_tables, rotate
 from models.shares import Share, over_devices
 from pallas_kernels.fp8_products import Fp8Tokens
@@ -111,7 +119,7 @@ def _after_attention(
     h = attended.reshape(x.shape[0], -1).astype(x.dtype)
     if counters is not None:
         with jax.named_scope("end_of_layer"):
-            x, heads = end_of_layer(layer_params, following, x, h, counters, config)
+            x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config))
         return x, None, heads
     with jax.named_scope("attn_out"):
         added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
@@ -207,6 +215,9 @@ def forward(
     # Of the layer before: a kernel may add it in the next one's norm, or has made the next one's heads already.
     added: Array | Share | None = None
     heads: Array | None = None
+    if counters is not None and (whole := whole_layers.reaching(attend, x, config)):
+        x, state = whole_layers.run(layers, x, rope, sliding_rope, whole, state, counters, config)
+        layers = []
     for layer, layer_params in enumerate(layers):
         with jax.named_scope(f"layer_{layer}"):
             cos, sin = sliding_rope if layer in config.sliding_layers else rope

@@ -15,7 +15,10 @@ import numpy as np
 from jax import lax
 
 from models.logits import AttentionLogits
+from models.products import EndOfLayer
 from models.sinks import with_sinks
+from pallas_kernels.decode_layer import Heads, Made
+from pallas_kernels.layer_products import Tuning
 from pallas_kernels.ragged_decode.tokens import by_request, by_token
 from tangram_jax import gpu_attention
 from tangram_jax.pages import NEVER, LayerPages, StepPages
@@ -119,6 +122,17 @@ class DecodeAttention:
         if self._kernel:
             return self._kernel(layer, qkv, sinks)
         return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks, self._tokens)
+
+    def reaches_the_end(self, tuning: Tuning) -> bool:
+        """Whether one kernel goes on with the products of the layer, tuned so."""
+        return self._kernel is not None and self._kernel.reaches_the_end(tuning)
+
+    def to_the_end(
+        self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None, end: EndOfLayer
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """See `pallas_kernels.decode_layer.decode_layer`, where it `reaches_the_end`."""
+        assert self._kernel is not None
+        return self._kernel.to_the_end(layer, heads, made, sinks, end)
 
     def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Over the entries alone: see `history_attention`."""

@@ -16,7 +16,9 @@ from jax._src.cudnn.fused_attention_stablehlo import MaskType
 from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cudnn_attention
 
 from models.logits import AttentionLogits
-from pallas_kernels import byte_pages, chunk_prefill, ragged_decode, unpack
+from models.products import EndOfLayer
+from pallas_kernels import byte_pages, chunk_prefill, decode_layer, ragged_decode, unpack
+from pallas_kernels.layer_products import Tuning
 from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -292,6 +294,7 @@ class DecodeKernel:
         check_one_device(pool)
         ragged_decode.check_supported(q_shape, dtype, pool.shape, pool.dtype, tokens=tokens)
         self._pool, self._logits, self._tokens = pool, logits, tokens
+        self._shape, self._dtype = q_shape, dtype
         self._plan = ragged_decode.plan_decode(
             lengths.reshape(lengths.shape[0], -1),
             pages.table,
@@ -311,6 +314,32 @@ class DecodeKernel:
             **self._logits._asdict(),
         )  # fmt: skip
         return out
+
+    def reaches_the_end(self, tuning: Tuning) -> bool:
+        """See `attention.DecodeAttention`."""
+        if self._tokens > 1:
+            return False
+        rows, kv_heads, group, head_dim = self._shape
+        try:
+            shape = rows, kv_heads, group + 2, head_dim
+            decode_layer.check_supported(shape, self._dtype, self._pool, self._plan, tuning)
+        except NotImplementedError:
+            return False
+        return True
+
+    def to_the_end(
+        self,
+        layer: int,
+        heads: decode_layer.Heads,
+        made: decode_layer.Made,
+        sinks: jax.Array | None,
+        end: EndOfLayer,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """See `attention.DecodeAttention`."""
+        return decode_layer.decode_layer(
+            heads, self._pool, self._plan.layer(layer), end.x, end.weights, end.counters, made=made, sinks=sinks,
+            products_tuning=end.tuning, **self._logits._asdict(), **end.how,
+        )  # fmt: skip
 
     def history(self, layer: int, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `attention.history_attention`."""

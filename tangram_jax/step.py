@@ -4,6 +4,7 @@ Both are one function, `step`, over flat tokens: chunks of some requests and one
 the model's matrix products. The pool is only read while the layers run and written once at the end, for all layers.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,11 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
-from models.products import wanted_multiple
+from models.products import EndOfLayer, wanted_multiple
 from models.transformer import forward
 from pallas_kernels import dense_products, fp8_products
+from pallas_kernels.decode_layer import Heads, Made
+from pallas_kernels.layer_products import Tuning
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
@@ -78,7 +81,6 @@ def step(
     if chunks:  # else the head might have one token alone, of which see `_missing_slots`
         logits_at = logits_at[:wanted]
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
-    heads = (config.num_kv_heads, config.group_size, config.head_dim)
     dtype = params["embed"].dtype
     of_chunks = [
         PackedLayers(plan, config, scorer, cache, part, dtype)
@@ -92,17 +94,7 @@ def step(
     elif decode:
         of_decode = DecodeLayers(plan, config, cache, decode.rows, dtype, empty=empty)
 
-    def attend(
-        state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        by_head = q.reshape(q.shape[0], *heads)
-        parts: list[Any] = [*of_chunks, of_decode] if of_decode else [*of_chunks]
-        out = []
-        for part, start, end in zip(parts, [0, *ends], [*ends, len(q)], strict=False):
-            out.append(part(layer, by_head[start:end], k[start:end], v[start:end], sinks))
-        joined = out[0] if len(out) == 1 else jnp.concatenate(out)
-        return joined.astype(q.dtype).reshape(len(joined), config.num_heads, config.head_dim), state
-
+    attend = _Attention(config, [*of_chunks, of_decode] if of_decode else [*of_chunks], ends)
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, there=there)
     kept = [part.kept for part in of_chunks]
     new = of_decode.new if of_decode else []
@@ -113,6 +105,36 @@ def step(
     if of_decode:
         cache = of_decode.append(cache, new)
     return logits[:wanted], cache
+
+
+class _Attention:
+    """What the model calls: each part of the step attends for its own tokens."""
+
+    def __init__(self, config: ModelConfig, parts: Sequence[Any], ends: Sequence[int]) -> None:
+        """`ends` of the tokens of all parts but the last, or of all."""
+        self._parts, self._ends = parts, ends
+        self._heads = config.num_kv_heads, config.group_size, config.head_dim
+
+    def __call__(
+        self, state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        by_head = q.reshape(len(q), *self._heads)
+        out = []
+        for part, start, end in zip(self._parts, [0, *self._ends], [*self._ends, len(q)], strict=False):
+            out.append(part(layer, by_head[start:end], k[start:end], v[start:end], sinks))
+        joined = out[0] if len(out) == 1 else jnp.concatenate(out)
+        return joined.astype(q.dtype).reshape(q.shape), state
+
+    def reaches_the_end(self, tuning: Tuning) -> bool:
+        """See `models.whole_layers.AttendToTheEnd`: where all tokens are those of a decode step."""
+        (part, *others) = self._parts
+        return not others and isinstance(part, DecodeLayers) and part.reaches_the_end(tuning)
+
+    def to_the_end(
+        self, state: Any, layer: int, heads: Heads, made: Made, sinks: Any, end: EndOfLayer
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+        """See `models.whole_layers.AttendToTheEnd`."""
+        return self._parts[0].to_the_end(layer, heads, made, sinks, end), state
 
 
 def compiler_options(devices: int = 1, *, linked: bool = False) -> dict[str, str] | None:

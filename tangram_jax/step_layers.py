@@ -13,8 +13,11 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 from models.logits import AttentionLogits
+from models.products import EndOfLayer
 from models.sinks import with_sinks
 from pallas_kernels import byte_pages
+from pallas_kernels.decode_layer import Heads, Made
+from pallas_kernels.layer_products import Tuning
 from pallas_kernels.support import num_sms
 from tangram_jax.attention import ChunkAttention, DecodeAttention, WindowAttention
 from tangram_jax.cache import Cache
@@ -172,7 +175,7 @@ class TokenLayers(Layers):
 
     def __init__(self, plan: CachePlan, config: ModelConfig, cache: Cache) -> None:
         super().__init__(plan, config, cache)
-        self.new: list[jax.Array] = []  # qkv of each layer
+        self.new: list[jax.Array] = []  # of each layer, keys and values last
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
@@ -184,10 +187,15 @@ class TokenLayers(Layers):
         # Side by side: on a GPU one kernel rotates and writes all three, and attention and appending read them there.
         qkv = jnp.concatenate([q, *(self._finite(x)[:, :, None] for x in (k, v))], axis=2)
         self.new.append(qkv)
+        attention, number = self._of(layer)
+        return attention(number, qkv, sinks)
+
+    def _of(self, layer: int) -> tuple[Any, int]:
+        """The attention of its kind of layers, and which of them it is."""
         number = self._window_number(layer)
         if number is not None:
-            return self._window_attention(number, qkv, sinks)
-        return self._attention(self._config.full_layers.index(layer), qkv, sinks)
+            return self._window_attention, number
+        return self._attention, self._config.full_layers.index(layer)
 
     def append(self, cache: Cache, new: Sequence[jax.Array]) -> Cache:
         """The cache with the tokens that are there, from `new` of all layers."""
@@ -224,3 +232,17 @@ class DecodeLayers(TokenLayers):
             pages = visible_pages(plan.rings, cache.pool, numbers, jnp.where(there[:, 0], tokens + tail, -1))
             splits = plan.splits(ctas, rings=True)
             self._window_attention = DecodeAttention(shape, dtype, pages, self._logits, splits)
+
+    def reaches_the_end(self, tuning: Tuning) -> bool:
+        """See `models.whole_layers.AttendToTheEnd`."""
+        kinds = [self._attention, *([self._window_attention] if self._plan.rings else [])]
+        return all(attention.reaches_the_end(tuning) for attention in kinds)
+
+    def to_the_end(
+        self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None, end: EndOfLayer
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The residual stream after the layer, and parts of the following layer's heads."""
+        attention, number = self._of(layer)
+        x, parts, new = attention.to_the_end(number, heads, made, sinks, end)
+        self.new.append(new)
+        return x, parts

@@ -16,6 +16,7 @@ __all__ = [
     "LayerWeights",
     "Tuning",
     "can_take",
+    "check_shapes",
     "check_supported",
     "counters_of",
     "layer_products",
@@ -75,7 +76,7 @@ def layer_products(
     """
     from pallas_kernels.layer_products.mosaic_gpu import layer_products_mosaic_gpu
 
-    _check_shapes(attended, x, weights, counters)
+    check_shapes(attended, x, weights, counters)
     if interpret is None:
         check_supported(x, attended, *(array for array in weights if array is not None))
     tuning = tuning or tuning_for(len(x), *weights.columns)
@@ -88,7 +89,10 @@ def layer_products(
     )
 
 
-def _check_shapes(attended: jax.Array, x: jax.Array, weights: LayerWeights, counters: jax.Array) -> None:
+def check_shapes(
+    attended: jax.Array | jax.ShapeDtypeStruct, x: jax.Array, weights: LayerWeights, counters: jax.Array
+) -> None:
+    """Raises ValueError for shapes that do not belong together."""
     depth, width, inner, heads = weights.columns
     wanted: dict[str, tuple[int, ...]] = {"gate_up": (width, 2 * inner), "down": (inner, width)}
     wanted |= dict.fromkeys(("norm", "out_post", "down_post", "next_norm"), (width,)) | {

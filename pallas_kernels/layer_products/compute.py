@@ -1,6 +1,7 @@
 """The computing warpgroups: sums of products, gates, and for some tokens the sums of parts, residual and norm."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,15 +24,15 @@ WARPGROUP = 128
 class Slots:
     """Those of shared memory that a warpgroup reads, in the order in which they are filled."""
 
-    def __init__(self, held: Any, full: Any, free: Any, loads: Any) -> None:
-        """`loads`: of all phases together. Nobody waits for slots that are not filled again."""
-        self._held, self._full, self._free = held, full, free
-        self._count, self._loads = i32(held.shape[0]), loads
+    def __init__(self, place: Callable[[Any], Any], barriers: Any, count: int, loads: Any) -> None:
+        """`place` of a slot, `loads` of all phases together. Nobody waits for slots that are not filled again."""
+        self._place, (self._full, self._free) = place, barriers
+        self._count, self._loads = i32(count), loads
 
     def wait(self, turn: Any) -> Any:
         slot = lax.rem(turn, self._count)
         plgpu.barrier_wait(self._full.at[slot])
-        return self._held.at[slot]
+        return self._place(slot)
 
     def release(self, turn: Any, when: Any = True) -> None:
         again = when & (turn + self._count < self._loads)
@@ -45,8 +46,13 @@ def compute(
     shares = [Share.of(phase, cta) for phase in cfg.phases]
     steps = [share.steps for share in shares]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
-    weights = Slots(weights_s, barriers[0], barriers[1], sum(pieces))
-    tokens = Slots(tokens_s, barriers[2], barriers[3], sum(steps))
+    weights = Slots(lambda slot: weights_s.at[slot], barriers[:2], cfg.tuning.weight_slots, sum(pieces))
+
+    def own_tokens(slot: Any) -> Any:
+        first = pl.multiple_of(slot * cfg.slot_rows, 8) + wg * TOKENS
+        return tokens_s.at[pl.ds(pl.multiple_of(first, 8), TOKENS)]
+
+    tokens = Slots(own_tokens, barriers[2:], cfg.tuning.token_slots, sum(steps))
     for n, (phase, share) in enumerate(zip(cfg.phases, shares, strict=True)):
         turns = sum(pieces[:n], i32(0)), sum(steps[:n], i32(0))
         work = functools.partial(_product, cfg, refs, phase, share, wg, turns, weights, tokens, out_s)
@@ -72,7 +78,7 @@ def _product(
         def one(step: Any, nothing: Any) -> None:
             x = tokens.wait(token_turn + step)
             for piece, acc in enumerate(accs):
-                plgpu.wgmma(acc, x.at[mine], weights.wait(turn + step * phase.pieces + piece))
+                plgpu.wgmma(acc, x, weights.wait(turn + step * phase.pieces + piece))
             plgpu.wgmma_wait(phase.pieces)
             release(jnp.maximum(step - 1, 0), step > 0)  # it is done
 

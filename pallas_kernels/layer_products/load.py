@@ -9,12 +9,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.layer_products import device_ops
-from pallas_kernels.layer_products.phases import Config, Phase, Share, i32
+from pallas_kernels.layer_products.phases import ATTENDED, Config, Phase, Share, i32
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP
 
 
-def load_weights(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
-    """Into slots held [slots, STEP, COLUMNS], whatever the other CTAs do, but few at a time."""
+def load_weights(
+    cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, first_use: Any = None
+) -> None:  # fmt: skip
+    """Into slots held [slots, STEP, COLUMNS], whatever the other CTAs do, but few at a time.
+
+    `first_use`: waits until what a slot held before is read.
+    """
     slots = i32(cfg.tuning.weight_slots)
     turn: Any = i32(0)  # of loads
     seen: Any = i32(0)  # of those that have landed
@@ -33,9 +38,11 @@ def load_weights(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: A
             turn, seen = carry
             step, piece = lax.div(n, i32(phase.pieces)), lax.rem(n, i32(phase.pieces))
             slot = lax.rem(turn, slots)
+            if first_use:
+                pl.when(turn < slots)(functools.partial(first_use, slot))
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             most: Any = i32(cfg.tuning.ahead)
-            if phase.number:
+            if phase.number or cfg.attends:
                 most = jnp.where(n < slots, cfg.tuning.early, most)
             seen = land(turn - seen - most + 1, seen)
             rows = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
@@ -49,15 +56,18 @@ def load_weights(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: A
 
 
 def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
-    """Into slots held [slots, rows, STEP], once the CTAs that make them have arrived."""
+    """Into slots held [slots * rows and more, STEP], once the CTAs that make them have arrived."""
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
     for before, phase in zip((None, *cfg.phases), cfg.phases, strict=False):
         share = Share.of(phase, cta)
-        if before is not None:
-            place, total = before.left, cfg.warpgroups * before.ctas
-            if before.addition:
+        if before is not None or cfg.attends:
+            if before is None:
+                place, total = ATTENDED, cfg.tuning.ctas
+            elif before.addition:
                 place, total = before.added, cfg.tokens
+            else:
+                place, total = before.left, cfg.warpgroups * before.ctas
             arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, phase.ctas)
             pl.when(share.active)(arrived)
 
@@ -65,8 +75,9 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
             slot = lax.rem(turn, slots)
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             deep = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
-            source = refs[phase.source].at[pl.ds(0, held.shape[1]), deep]
-            plgpu.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+            source = refs[phase.source].at[pl.ds(0, cfg.slot_rows), deep]
+            rows = pl.ds(pl.multiple_of(slot * cfg.slot_rows, 8), cfg.slot_rows)
+            plgpu.copy_gmem_to_smem(source, held.at[rows], full.at[slot])
             return turn + 1
 
         turn = lax.fori_loop(0, share.steps, one, turn)

@@ -42,18 +42,40 @@ def layer_products_mosaic_gpu(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.layer_products.layer_products`."""
+    interpreted = interpret is not None
+    phases = phases_for(x, weights, gate, tuning, interpreted=interpreted)
+    given = {name: array for name, array in weights._asdict().items() if array is not None}
+    given |= {"attended": attended, "x": x, "counters": counters}
+    made = results_of(x, phases)
+    config = functools.partial(
+        Config, tokens=len(x), tuning=tuning, eps=eps, offset=offset, interpreted=interpreted
+    )
+    if interpreted:
+        known = _interpreted([config(phases=(phase,)) for phase in phases], given, made, interpret)
+    else:
+        known = _call(config(phases=phases), given, made)
+    return stream_and_heads(known, x)
+
+
+def phases_for(
+    x: jax.Array, weights: LayerWeights, gate: Gate, tuning: Tuning, *, interpreted: bool = False
+) -> tuple[Phase, ...]:
+    """Raises ValueError for weights that `tuning` cannot cut."""
     tokens, (depth, width, inner, heads) = len(x), weights.columns
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % STEP:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
     phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
-    most = max([phase.ctas for phase in phases] + [tokens] * (interpret is None))
+    most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
     if most > tuning.ctas:
         raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
-    if interpret is None and tuning.ctas > num_sms():  # they would wait for some that never run
+    if not interpreted and tuning.ctas > num_sms():  # they would wait for some that never run
         raise ValueError(f"{tuning}: there are {num_sms()} multiprocessors")
-    given = {name: array for name, array in weights._asdict().items() if array is not None}
-    given |= {"attended": attended, "x": x, "counters": counters}
-    rows = -(-tokens // TOKENS) * TOKENS
+    return phases
+
+
+def results_of(x: jax.Array, phases: tuple[Phase, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel makes, by name."""
+    tokens, rows = len(x), -(-len(x) // TOKENS) * TOKENS
     made = {}
     for phase in phases:
         if phase.gate:
@@ -62,16 +84,14 @@ def layer_products_mosaic_gpu(
             made[phase.out] = jax.ShapeDtypeStruct((phase.splits, rows, phase.columns), f32)
         if phase.addition:
             made |= dict.fromkeys(phase.addition.made, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    config = functools.partial(Config, tokens=tokens, tuning=tuning, eps=eps, offset=offset)
-    if interpret is None:
-        known = _call(config(phases=phases, interpreted=False), given, made)
-    else:
-        known = _interpreted(
-            [config(phases=(phase,), interpreted=True) for phase in phases], given, made, interpret
-        )
+    return made
+
+
+def stream_and_heads(known: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The kernel's results as `layer_products` gives them."""
     parts = known.get("heads_parts")
     # What reads the heads adds up their parts: a kernel of their sums alone would be one more.
-    return known["x_new"], None if parts is None else parts[:, :tokens].sum(0).astype(x.dtype)
+    return known["x_new"], None if parts is None else parts[:, : len(x)].sum(0).astype(x.dtype)
 
 
 def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = None) -> Arrays:
@@ -89,7 +109,7 @@ def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = Non
 def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
     cta, wgs = lax.axis_index("cta"), cfg.warpgroups
 
-    def body(weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any) -> None:
+    def body(weights_s: Any, tokens_s: Any, out_s: Any, *slots: Any) -> None:
         wg = lax.axis_index("wg")
 
         def registers(count: int, action: Any) -> None:
@@ -99,31 +119,42 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *barriers)
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
             registers(LOADING, "decrease")
-            load_weights(cfg, refs, cta, weights_s, *barriers[:2])
+            load_weights(cfg, refs, cta, weights_s, *slots[:2])
 
         @pl.when(wg == wgs + 1)
         def _load_tokens() -> None:
             registers(LOADING, "decrease")
-            load_tokens(cfg, refs, cta, tokens_s, *barriers[2:])
+            load_tokens(cfg, refs, cta, tokens_s, *slots[2:])
 
+    pl.run_scoped(body, *memory(cfg, dtype), *barriers(cfg), collective_axes="wg")
+
+
+def memory(cfg: Config, dtype: Any) -> list[Any]:
+    """Shared memory of weights, tokens and what is stored."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-    weight_slots, token_slots = cfg.tuning.weight_slots, cfg.tuning.token_slots
-    pl.run_scoped(
-        body,
-        plgpu.SMEM((weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
-        plgpu.SMEM((token_slots, wgs * TOKENS, STEP), dtype, transforms=tiled),
+    wgs, tuning = cfg.warpgroups, cfg.tuning
+    return [
+        plgpu.SMEM((tuning.weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
+        plgpu.SMEM(
+            (tuning.token_slots * cfg.slot_rows + wgs * TOKENS - cfg.slot_rows, STEP), dtype, transforms=tiled
+        ),
         plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled),
-        plgpu.Barrier(num_arrivals=1, num_barriers=weight_slots),
-        plgpu.Barrier(num_arrivals=wgs, num_barriers=weight_slots),
-        plgpu.Barrier(num_arrivals=1, num_barriers=token_slots),
-        plgpu.Barrier(num_arrivals=wgs, num_barriers=token_slots),
-        collective_axes="wg",
-    )
+    ]
+
+
+def barriers(cfg: Config) -> list[Any]:
+    """Of slots of weights that are full and that are free, and of tokens."""
+    counts = cfg.tuning.weight_slots, cfg.tuning.token_slots
+    return [
+        plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+        for slots in counts
+        for arrivals in (1, cfg.warpgroups)
+    ]
 
 
 def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], interpret: Any) -> Arrays:

@@ -11,7 +11,8 @@ from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning, 
 
 i32 = jnp.int32
 STRIDE = 32  # of counters, so that each has a cache line
-COUNTERS = 6 * STRIDE
+ATTENDED = 6 * STRIDE  # place of the counter of CTAs whose attention is done, if that is a part of the kernel
+COUNTERS = 7 * STRIDE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +88,20 @@ class Config:
     eps: float
     offset: float
     interpreted: bool  # one phase, and nothing waits for others
+    attends: bool = False  # all CTAs attend before the first product
 
     @property
     def warpgroups(self) -> int:
         """That compute."""
         return -(-self.tokens // TOKENS)
+
+    @property
+    def slot_rows(self) -> int:
+        """Of tokens in a slot: a matrix instruction reads on into the next one, of which nothing is kept.
+
+        The interpreter would see a race in that.
+        """
+        return self.warpgroups * TOKENS if self.interpreted else -(-self.tokens // 8) * 8
 
     @property
     def last(self) -> int:

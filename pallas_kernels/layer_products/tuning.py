@@ -12,6 +12,7 @@ STEP = 64  # of the depth, that a step loads
 MULTIPLE = 8  # of tokens, if there are more: rows of a tile of shared memory
 MOST_TOKENS = 128
 LEAST_STEPS = 4  # of a split
+MOST_TOKEN_SLOTS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,14 @@ def tuning_for(
         return None
     few = tokens <= TOKENS
     return Tuning(
-        ctas=ctas, weight_slots=11 if few else 8, token_slots=4 if few else 5, early=2 if few else 1
+        ctas=ctas, weight_slots=11 if few else 8, token_slots=token_slots(tokens), early=2 if few else 1
     )
+
+
+def token_slots(tokens: int) -> int:
+    """As many as there is room for: the latency of their loads is what a product begins with."""
+    room = (4 if tokens <= TOKENS else 10) * TOKENS
+    return min(room // (-(-tokens // MULTIPLE) * MULTIPLE), MOST_TOKEN_SLOTS)
 
 
 def splits(depth: int, columns: int, ctas: int) -> int:

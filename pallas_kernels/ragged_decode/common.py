@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_decode.byte_ops import Paged
+from pallas_kernels.ragged_decode.heads import Made
 from pallas_kernels.ragged_decode.tuning import Tuning
 
 i32, f32 = jnp.int32, jnp.float32
@@ -43,6 +44,7 @@ class Config:
     fused: bool
     interpreted: bool
     tuning: Tuning
+    heads: Made | None = None  # queries, keys and values come as a product's parts
 
     @property
     def columns(self) -> int:
@@ -127,13 +129,14 @@ class Refs(NamedTuple):
     item: Any  # i32[L, items + 1, ITEM_COLUMNS]
     sync: Any  # i32[L, W, SYNC_STRIDE]
     table: Any  # i32[B * R]
-    q: Any  # [items, G, D], or with the new token's key and value [items, G + 2, D]; of several [B, S, K, G + 2, D]
+    # [items, G, D], or with the new token's key and value [items, G + 2, D]; of several [B, S, K, G + 2, D]; `Heads.parts`
+    q: Any
     pool: Any  # [num_pages, 2, Hp, P, D], or u8[num_pages, 2, Hp, scale rows + P, D]
-    sinks: Any  # float[K, Gp]
-    out: Any  # [items, G, D]; of several tokens [B, S, K, G, D]
+    out: Any  # [B, K * G * D]; of several tokens [B, S, K, G, D]; for the interpreter [items, S * G, D]
     lse: Any  # f32[items, Gp]
     part: Any  # f32[2 W, D, Gp]: pieces that go on in another share, then those that end an item
     part_lse: Any  # f32[2 W, Gp], in units of log 2
+    sinks: Any = None  # float[K, Gp]
     q_s: Any = None  # [turns, Gp, D]
     kv_s: Any = None  # [slots, block, D]; of bytes u8[slots, halves, rows, D / halves], scales among them
     p_s: Any = None  # [turns, Gp, block]
@@ -144,6 +147,11 @@ class Refs(NamedTuple):
     meet: Any = None
     exchange_s: Any = None  # f32[turns, ...]: what the warps of a warpgroup exchange
     spare_s: Any = None  # [turns, block, D] for the interpreter, whose products take nothing from registers
+    rope: Any = None  # this and what follows: see `Heads`
+    bias: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    new: Any = None  # [B, K, 2, D]: keys and values that were made
 
 
 class Item(NamedTuple):

@@ -20,7 +20,7 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 Dimension = Callable[[ir.Value], ir.Value]
 
 
-def _same(row: ir.Value) -> ir.Value:
+def same(row: ir.Value) -> ir.Value:
     return row
 
 
@@ -80,12 +80,14 @@ def reduce_rows(how: str, x: jax.Array, exchange: jax.Ref) -> jax.Array:
     return run(x, exchange)
 
 
-def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) -> jax.Array:
-    """[G, D] or [S, G, D] in global memory to [D, columns] registers (WGMMA layout); columns beyond repeat the last row.
+def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = same, *, group: int = 0) -> jax.Array:
+    """[G, D] or [S, G, D], or with `group` G [G * D], in global memory to [D, columns] registers (WGMMA layout).
+
+    Columns beyond repeat the last row.
 
     Row r is of dimension(r), see `byte_ops`.
     """
-    *queries, head_dim = src.shape
+    *queries, head_dim = (group, src.shape[0] // group) if group else src.shape
     result = plgpu.ShapeDtypeStruct((head_dim, columns), src.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -98,9 +100,12 @@ def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) ->
             mgpu_utils.c(0.0, element), (head_dim, columns), layout=mgpu.WGMMA_LAYOUT
         )
 
+        width = mgpu_utils.c(head_dim, index)
+
         def load(_, position):
-            d, g = position
-            return memref.load(src, [*_query(arith.minui(g, most), queries), dimension(d)])
+            d, g = dimension(position[0]), arith.minui(position[1], most)
+            place = [arith.addi(arith.muli(g, width), d)] if group else [*_query(g, queries), d]
+            return memref.load(src, place)
 
         return zero.foreach(load, create_array=True)
 
@@ -110,16 +115,18 @@ def load_transposed(src: jax.Ref, columns: int, dimension: Dimension = _same) ->
 def store_transposed(
     value: jax.Array,
     dst: jax.Ref,
-    dimension: Dimension = _same,
+    dimension: Dimension = same,
     *,
     first: jax.Array | None = None,
     layout: Any = plgpu.Layout.WGMMA,
+    group: int = 0,
 ) -> None:
-    """Stores [D, Gp] registers, or rows `first` and on, to [G, D] or [S, G, D] in global memory.
+    """Stores [D, Gp] registers, or rows `first` and on, to [S, G, D] or, with `group` G, to [G * D] in global memory.
 
     Columns beyond are dropped.
     """
-    queries, dtype = dst.shape[:-1], dst.dtype
+    queries, dtype = (group,) if group else dst.shape[:-1], dst.dtype
+    head_dim = math.prod(dst.shape) // math.prod(queries)
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), SCALAR))
     def run(ctx, value, dst, first):
@@ -128,14 +135,18 @@ def store_transposed(
         limit = mgpu_utils.c(math.prod(queries), index)
         columns = value.shape[1]
         start = arith.index_cast(index, first.registers.item())
+        width = mgpu_utils.c(head_dim, index)
+
+        def place(g, d):
+            return [arith.addi(arith.muli(g, width), d)] if group else [*_query(g, queries), d]
 
         def store(element, position):
             d, g = dimension(arith.addi(start, position[0])), position[1]
             if columns == math.prod(queries):
-                memref.store(element, dst, [*_query(g, queries), d])
+                memref.store(element, dst, place(g, d))
                 return
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, g, limit)):
-                memref.store(element, dst, [*_query(g, queries), d])
+                memref.store(element, dst, place(g, d))
 
         value.foreach(store)
 

@@ -12,6 +12,7 @@ result (`ends`). Results repeat bit for bit. The counters are part of the plan a
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.logits import log2_logits
 from pallas_kernels.pieces import LOW
-from pallas_kernels.ragged_decode import byte_ops, device_ops, ends
+from pallas_kernels.ragged_decode import byte_ops, device_ops, ends, heads
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import (
     BY_QUERY,
@@ -39,20 +40,31 @@ from pallas_kernels.ragged_decode.rows import read_key, read_queries, read_value
 
 OWN = ("q_s", "p_s", "exchange_s", "spare_s")  # of each computing warpgroup
 REDUCTION_BYTES = 6144
-SHARED = Refs._fields[Refs._fields.index("q_s") :]
+SHARED = Refs._fields[Refs._fields.index("q_s") : Refs._fields.index("rope")]
 
 
-def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
-    inputs, rest = list(refs[:7]), list(refs[7:])
-    inputs.append(rest.pop(0) if cfg.has_sinks else None)
-    gmem = Refs(*inputs, *rest)
+def kernel_body(cfg: Config, dtype: Any, gmem: dict[str, Any]) -> None:
+    """`gmem`: operands and results, by their names in `Refs`."""
 
     def body(*smem: Any) -> None:
-        refs = gmem._replace(**dict(zip(SHARED, smem, strict=False)))
+        refs = refs_of(gmem, smem)
         wg = lax.axis_index("wg")
-        pl.when(wg < cfg.turns)(functools.partial(_compute, cfg, refs, wg if cfg.turns > 1 else 0))
-        pl.when(wg == cfg.turns)(functools.partial(load, cfg, refs))
+        pl.when(wg < cfg.turns)(functools.partial(compute, cfg, refs, wg if cfg.turns > 1 else 0))
 
+        @pl.when(wg == cfg.turns)
+        def _() -> None:
+            load(cfg, refs)
+
+    pl.run_scoped(body, *scratch(cfg, dtype), collective_axes="wg")
+
+
+def refs_of(gmem: dict[str, Any], smem: Sequence[Any]) -> Refs:
+    """`smem`: what is made of `scratch`."""
+    return Refs(**gmem, **dict(zip(SHARED, smem, strict=False)))
+
+
+def scratch(cfg: Config, dtype: Any) -> list[Any]:
+    """What the kernel has in shared memory: `SHARED`, pages of `dtype`."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     operand = jnp.float16 if cfg.packed else dtype
     smem = [
@@ -71,10 +83,10 @@ def kernel_body(cfg: Config, dtype: Any, *refs: Any) -> None:
         smem.append(plgpu.SMEM((cfg.turns, REDUCTION_BYTES // 4), f32))
         if cfg.interpreted:
             smem.append(plgpu.SMEM((cfg.turns, cfg.block, cfg.head_dim), operand))
-    pl.run_scoped(body, *smem, collective_axes="wg")
+    return smem
 
 
-def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
+def compute(cfg: Config, refs: Refs, turn: Any) -> None:
     """A computing warpgroup: items without entries, then the share from its back.
 
     Where there are several they take the tiles in turns, and at an item's end the first takes over what the others have.
@@ -110,13 +122,18 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
             return None
         return read_key(cfg, refs, number), read_value(cfg, refs, number)
 
+    def store_new(number: Any, new: Any, when: Any = True) -> None:
+        if cfg.heads:
+            pl.when(when)(lambda: heads.store_new(cfg, refs, number, new))
+
     def empty(n: Any, _: Any) -> Any:
         number = refs.item[layer, cta + n * cfg.num_shares, P.ITEM_EMPTY]
         q = read_queries(cfg, refs, number) if cfg.has_new else None
         if cfg.rest_first:
             sums = rest_alone(cfg, refs, number, q)
         else:
-            sums = with_rest(cfg, refs, number, q, read_new(number), nothing())
+            store_new(number, new := read_new(number))
+            sums = with_rest(cfg, refs, number, q, new, nothing())
         ends.write(cfg, refs, number, sums)
         return ()
 
@@ -134,6 +151,7 @@ def _compute(cfg: Config, refs: Refs, turn: Any) -> None:
             skip = refs.item[layer, before, P.ITEM_SKIP] if cfg.skips else i32(0)
             base, limit, tiles = item.piece(cfg, start, end)
             new = read_new(item.number)
+            store_new(item.number, new, end >= item.stop)
             refs.q_s.transpose((1, 0))[...] = q.astype(refs.q_s.dtype)
             plgpu.commit_smem()
             next_q = read_queries(cfg, refs, number)

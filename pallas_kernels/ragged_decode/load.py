@@ -12,18 +12,22 @@ from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import LOAD_REGISTERS, Config, Item, Refs, i32
 
 
-def load(cfg: Config, refs: Refs) -> None:
-    """The pages of the share, tile by tile."""
+def load(cfg: Config, refs: Refs) -> Any:
+    """The pages of the share, tile by tile. Gives the number of tiles; None where warps load on their own."""
     if cfg.turns > 1:
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
     if cfg.loaders == 1:
-        _load_share(cfg, refs)
-    else:
-        plgpu.warp_map(functools.partial(_load_share, cfg, refs))
+        return _load_share(cfg, refs)
+
+    @plgpu.warp_map
+    def _(warp: Any) -> None:
+        _load_share(cfg, refs, warp)
+
+    return None
 
 
-def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> None:
-    """All of it by the warpgroup, or a warp's part: every so-manieth page."""
+def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
+    """All of it by the warpgroup, or a warp's part: every so-manieth page. Gives the number of all tiles."""
     cta, layer = lax.axis_index("cta"), refs.layer[0]
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
@@ -37,8 +41,7 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> None:
         at = (jnp.clip(offset + jnp.minimum(page + u, last_page), 0, most) for u in range(cfg.pages))
         return tuple(refs.table[x] for x in at)
 
-    @pl.when(end > start)
-    def _() -> None:
+    def share() -> Any:
         item = Item(begin, stop, length, number)
         base, limit, _ = item.piece(cfg, start, end)
 
@@ -93,10 +96,15 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> None:
         done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.interpreted:  # it wants every completion of a barrier to be seen
             for slot in range(cfg.slots):
+                wait_for_last(refs, done, slot)
+        return done
 
-                @pl.when(2 * done > slot)
-                def _(slot: int = slot) -> None:
-                    plgpu.barrier_wait(refs.free.at[slot])
+    return lax.cond(end > start, share, lambda: i32(0))
+
+
+def wait_for_last(refs: Refs, tiles: Any, slot: Any) -> None:
+    """Waits until the last of the `tiles` that lay in `slot` is read, after which the slot is nobody's."""
+    pl.when(2 * tiles > slot)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
 
 
 def _load_page(

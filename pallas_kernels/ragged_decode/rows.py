@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_decode import byte_ops, device_ops
+from pallas_kernels.ragged_decode import byte_ops, device_ops, heads
 from pallas_kernels.ragged_decode.common import BY_ROW, WGMMA, Config, Refs, f32, i32
 from pallas_kernels.ragged_decode.tokens import by_request, by_token
 
 
 def read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
     """The item's queries, transposed: [D, Gp], token by token. Columns from S * G on hold something finite."""
+    if cfg.heads:
+        return plgpu.layout_cast(heads.make_queries(cfg, refs, number), WGMMA)
     if cfg.interpreted:
         queries = refs.q.at[number, pl.ds(0, cfg.queries)]
         return plgpu.layout_cast(queries.transpose((1, 0))[...], WGMMA)
@@ -30,12 +32,12 @@ def read_queries(cfg: Config, refs: Refs, number: Any) -> Any:
 
 def read_key(cfg: Config, refs: Refs, number: Any, token: int = 0) -> Any:
     """Of a new token: f32[D], by the rows of the item's transposed queries."""
-    return _read_row(cfg, refs, number, token, 0)
+    return heads.make_key(cfg, refs, number) if cfg.heads else _read_row(cfg, refs, number, token, 0)
 
 
 def read_value(cfg: Config, refs: Refs, number: Any, token: int = 0) -> Any:
     """Of a new token: f32[D], by the rows of the item's sums."""
-    return _read_row(cfg, refs, number, token, 1)
+    return heads.make_value(cfg, refs, number) if cfg.heads else _read_row(cfg, refs, number, token, 1)
 
 
 def _read_row(cfg: Config, refs: Refs, number: Any, token: int, which: int) -> Any:
@@ -58,7 +60,12 @@ def store(cfg: Config, refs: Refs, number: Any, out: Any, **where: Any) -> None:
         return
     if cfg.packed:
         where["dimension"] = byte_ops.value_dimension(cfg.head_dim)
-    rows = refs.out.at[number] if cfg.tokens == 1 else _of_item(cfg, refs.out, number, slice(None))
+    if cfg.tokens > 1:
+        rows = _of_item(cfg, refs.out, number, slice(None))
+    else:
+        size = cfg.group * cfg.head_dim
+        rows = refs.out.at[lax.div(number, i32(cfg.kv_heads)), pl.ds(_kv_head(cfg, number) * size, size)]
+        where["group"] = cfg.group
     device_ops.store_transposed(out, rows, **where)
 
 
@@ -91,8 +98,10 @@ def as_read(q: jax.Array, cfg: Config) -> jax.Array:
 
 def out_shape(items: int, cfg: Config) -> tuple[int, ...]:
     """Of `Refs.out`."""
-    if cfg.interpreted or cfg.tokens == 1:
+    if cfg.interpreted:
         return items, cfg.columns, cfg.head_dim
+    if cfg.tokens == 1:  # as products read it
+        return items // cfg.kv_heads, cfg.kv_heads * cfg.group * cfg.head_dim
     return items // cfg.kv_heads, cfg.tokens, cfg.kv_heads, cfg.group, cfg.head_dim
 
 

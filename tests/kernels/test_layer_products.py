@@ -86,7 +86,7 @@ def test_weights_that_do_not_belong_together_are_refused():
     for others, message in (
         ((attended[:, 1:], x, weights, counters), r"attended \(8, 255\): expected \(8, 256\), as out is \(256, 128\)"),
         ((attended, x, weights._replace(norm=x), counters), r"norm \(8, 128\): expected \(128,\)"),
-        ((attended, x, weights, counters[1:]), r"counters .*: expected \(192,\)"),
+        ((attended, x, weights, counters[1:]), r"counters .*: expected \(224,\)"),
         ((attended, x, weights._replace(next_norm=None), counters), "one of next_norm and heads: give both or none"),
         ((attended, x, weights._replace(out_post=x[0]), counters), "one of out_post and down_post"),
     ):  # fmt: skip
@@ -95,7 +95,7 @@ def test_weights_that_do_not_belong_together_are_refused():
 
 
 def test_what_has_no_kernel_is_said():
-    (attended, x, weights), counters = Case(8, 256, 128, 256).arrays(), jnp.zeros(192, jnp.int32)
+    (attended, x, weights), counters = Case(8, 256, 128, 256).arrays(), jnp.zeros(224, jnp.int32)
     with pytest.raises(NotImplementedError, match="platform cpu: the kernels run on NVIDIA Hopper GPUs"):
         lp.layer_products(attended, x, weights, counters, eps=1e-5)
     with pytest.raises(NotImplementedError, match="tokens and weights of bfloat16, float32"):

@@ -1,0 +1,78 @@
+"""Layers of a decode step that are one kernel each, attention and all; see `pallas_kernels.decode_layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from models.config import ModelConfig
+from models.params import Params
+from models.products import EndOfLayer, end_of_layer, layer_tuning, product
+from pallas_kernels import decode_layer
+from pallas_kernels.decode_layer import Heads, Made, parts_of, rope_of
+from pallas_kernels.layer_products import Tuning
+from pallas_kernels.norms import rms_norm
+
+Rope = tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]
+
+
+@runtime_checkable
+class AttendToTheEnd(Protocol):
+    """Attention that may have a kernel for itself and all that follows in a layer."""
+
+    def reaches_the_end(self, tuning: Tuning) -> bool:
+        """Whether it has one for all layers, with products of this tuning."""
+        ...
+
+    def to_the_end(
+        self, state: Any, layer: int, heads: Heads, made: Made, sinks: Array | None, end: EndOfLayer
+    ) -> tuple[tuple[Float[Array, "T E"], Float[Array, "splits rows H"] | None], Any]:
+        """((the residual stream after the layer, parts of the following layer's heads), state)."""
+        ...
+
+
+def reaching(attend: Any, x: Float[Array, "T E"], config: ModelConfig) -> AttendToTheEnd | None:
+    """`attend` if `run` takes it, with layers that have a kernel for their products, and is no slower."""
+    tuning = layer_tuning(len(x), config)
+    if tuning is None or decode_layer.tuning_for(len(x)) is None:
+        return None
+    return attend if isinstance(attend, AttendToTheEnd) and attend.reaches_the_end(tuning) else None
+
+
+def run(
+    layers: Sequence[Params],
+    x: Float[Array, "T E"],
+    rope: Rope,
+    sliding_rope: Rope,
+    attend: AttendToTheEnd,
+    state: Any,
+    counters: Array,
+    config: ModelConfig,
+) -> tuple[Float[Array, "T E"], Any]:
+    """(the residual stream after all layers, state)."""
+    tuning = layer_tuning(len(x), config)
+    assert tuning is not None
+    made = Made(config.num_kv_heads, str(x.dtype), config.norm_eps, config.norm_offset)
+    columns = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+    with jax.named_scope("heads"):
+        normed = rms_norm(x, layers[0]["attn_norm"], config.norm_eps, config.norm_offset)
+        heads = product(normed, layers[0]["qkv"], (columns,), config)
+        parts: Array | None = parts_of(heads.astype(jnp.float32), x.shape[1], tuning)
+    turned, sliding_turned = rope_of(*rope), rope_of(*sliding_rope)
+    for layer, params in enumerate(layers):
+        following = layers[layer + 1] if layer + 1 < len(layers) else None
+        end = end_of_layer(params, following, x, counters, config)
+        assert parts is not None
+        of_layer = Heads(parts, sliding_turned if layer in config.sliding_layers else turned)
+        if config.qkv_bias:
+            of_layer = of_layer._replace(bias=params["qkv_bias"].reshape(-1))
+        if config.qk_norm:
+            of_layer = of_layer._replace(q_norm=params["q_norm"], k_norm=params["k_norm"])
+        with jax.named_scope(f"layer_{layer}"):
+            sinks = params["sinks"] if config.attention_sinks else None
+            (x, parts), state = attend.to_the_end(state, layer, of_layer, made, sinks, end)
+    return x, state

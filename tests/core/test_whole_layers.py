@@ -1,0 +1,139 @@
+"""Layers of a decode step that are one kernel each: what the step hands it, with the reference in its place."""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from benchmarks.gpu_program import as_on_hopper
+from models.testing import random_params, tiny_config
+from pallas_kernels import decode_layer
+from pallas_kernels import layer_products as lp
+from pallas_kernels.layer_products import layer_products_reference
+from pallas_kernels.layer_products.tuning import TUNING
+from tangram_jax.attention import DecodeAttention
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+TOKENS = 24
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Kernels for any weights and any device; calls of that for a layer: (its number among its kind, whether the last)."""
+    least = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0)
+    monkeypatch.setitem(TUNING, "9.0", least)
+    monkeypatch.setattr(lp, "check_supported", lambda *arrays: None)
+    monkeypatch.setitem(
+        decode_layer.TUNING, "9.0", dataclasses.replace(decode_layer.TUNING["9.0"], kinds=("",))
+    )
+    calls = []
+
+    def products(attended, x, weights, counters, *, tuning, **how):
+        return layer_products_reference(attended, x, weights, **how)
+
+    def to_the_end(self, layer, heads, made, sinks, end):
+        calls.append((layer, end.weights.heads is None))
+        qkv = decode_layer.heads_reference(heads, made)
+        attended = self(layer, qkv, sinks).reshape(len(qkv), -1).astype(end.x.dtype)
+        x, product = layer_products_reference(attended, end.x, end.weights, **end.how)
+        return x, None if product is None else product[None].astype(jnp.float32), qkv[:, :, -2:]
+
+    monkeypatch.setattr(lp, "layer_products", products)
+    monkeypatch.setattr(DecodeAttention, "reaches_the_end", lambda self, tuning: True)
+    monkeypatch.setattr(DecodeAttention, "to_the_end", to_the_end)
+    return calls
+
+
+def random_weights(config):
+    """Norms and biases that are no ones and zeros."""
+    keys = iter(jax.random.split(jax.random.key(1), 200))
+    return jax.tree.map(
+        lambda x: x * jax.random.uniform(next(keys), x.shape, minval=0.5, maxval=1.5) + 0.01, random_params(config)
+    )  # fmt: skip
+
+
+def two_steps(config, params):
+    """Logits of two decode steps of some requests after short prompts, and the cache."""
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
+    sliding = tj.SlidingLayers.of(config, max_tail=8)
+    plan = tj.CachePlan.build(profile, 2, 16, window=8, sliding=sliding)
+    cache = tj.init_cache(plan, config, num_pages=400, max_requests=3, max_tokens=TOKENS + 8, max_tail=8)
+    rows, prompt = (
+        np.array([0, 2, 3], np.int32),
+        np.arange(2 * TOKENS, dtype=np.int32) + 8,
+    )  # 3 is an empty slot
+    chunk = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
+    step = jax.jit(tj.decode_step, static_argnums=(1, 2))
+    for row in (0, 2):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(TOKENS), np.int32(8))
+        tokens = prompt[row * TOKENS // 2 :][:TOKENS]
+        given = {"row": np.int32(row), "tokens": tokens, "count": np.int32(TOKENS - row)}
+        _, cache = chunk(params, config, plan, cache, scorer=tj.get_scorer("snapkv"), **given)
+    logits = []
+    for n in range(2):
+        out, cache = step(params, config, plan, cache, rows=rows, tokens=np.array([9, 10, 11], np.int32) + n)
+        logits.append(np.asarray(out)[:2])
+    return logits, cache
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qkv_bias": True},
+        {"qk_norm": True, "post_norms": True, "gelu": True, "norm_offset": 1.0, "num_layers": 4,
+         "sliding_layers": (0, 1, 3), "sliding_window": 16, "sliding_rope_theta": 500.0},
+    ],
+    ids=["bias", "Gemma"],
+)  # fmt: skip
+def test_a_step_of_whole_layers_is_the_same_step(changes, request):
+    config = tiny_config(**{"num_layers": 3} | SHAPE | changes)
+    params = random_weights(config)
+    expected, cache = two_steps(config, params)
+    calls = request.getfixturevalue("whole")
+    got, other = two_steps(config.replace(name="whole"), params)
+    kinds = [list(layers) for layers in (config.full_layers, config.sliding_layers)]
+    numbers = [next(of.index(i) for of in kinds if i in of) for i in range(config.num_layers)]
+    assert calls == [(n, i + 1 == config.num_layers) for i, n in enumerate(numbers)]
+    np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(other.pool, cache.pool, rtol=2e-4, atol=2e-4)
+    np.testing.assert_array_equal(other.tail, cache.tail)
+
+
+def test_steps_with_anything_else_have_none(whole):
+    config = tiny_config(**{"num_layers": 2} | SHAPE)
+    params, plan = random_params(config), tj.CachePlan.build(tj.BudgetProfile.uniform(2, 2, 1.0), 2, 16)
+    cache = tj.init_cache(plan, config, num_pages=200, max_requests=3, max_tokens=64, max_tail=16)
+    chunk = tj.Chunk(np.int32(0), np.arange(8, dtype=np.int32), np.int32(8))
+    rows, scorer = np.array([1, 2], np.int32), tj.get_scorer("snapkv")
+    for part, tokens in ((chunk, rows), (None, np.stack([rows, rows], 1))):
+        run = partial(tj.step, params, config, plan, scorer, chunk=part, decode=tj.Decode(rows, tokens))
+        jax.eval_shape(run, cache=cache)
+    assert not whole
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", 4), ("uint8", 5)])
+def test_whole_layers_lower(monkeypatch, caplog, dtype, kernels):
+    """One for the layers of each kind, one for the last, which makes no heads, and appending; over bytes none are whole."""
+    monkeypatch.setitem(TUNING, "9.0", dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0))
+    monkeypatch.setitem(
+        decode_layer.TUNING, "9.0", dataclasses.replace(decode_layer.TUNING["9.0"], kinds=("",))
+    )
+    window = {"sliding_layers": (0, 1, 3), "sliding_window": 16, "sliding_rope_theta": 500.0}
+    config = tiny_config(**{"num_layers": 5, "qk_norm": True, "norm_offset": 1.0} | SHAPE | window)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
+    plan = tj.CachePlan.build(profile, 2, 32, sliding=tj.SlidingLayers.of(config, 32))
+    cache = tj.init_cache(
+        plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=dtype
+    )
+    rows = np.arange(4, dtype=np.int32)
+    step = partial(tj.decode_step, params, config, plan, rows=rows, tokens=rows)
+    with as_on_hopper():
+        text = jax.jit(step).trace(cache).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall("kernel_hash = ", text)) == kernels
+    assert not caplog.records
