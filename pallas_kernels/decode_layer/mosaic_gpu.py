@@ -36,10 +36,8 @@ from pallas_kernels.ragged_decode.load import load, wait_for_last
 from pallas_kernels.ragged_decode.mosaic_gpu import config_of, operands_of
 from pallas_kernels.ragged_decode.mosaic_gpu import results_of as attention_results
 
-COMPUTING, WAITING = (
-    232,
-    104,
-)  # registers of a thread; the warpgroup that loads pages and weights keeps its 168
+# Registers of a thread that computes, and of one that loads tokens; those that load pages and weights keep their 168.
+COMPUTING, WAITING = 232, 104
 LEAST_REDUCTION = 2048  # bytes in which a warpgroup's warps exchange what they reduce
 Arrays = dict[str, Any]
 
@@ -47,18 +45,11 @@ Arrays = dict[str, Any]
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "made",
-        "scale",
-        "soft_cap",
-        "gate",
-        "eps",
-        "offset",
-        "attention_tuning",
-        "products_tuning",
+        "made", "scale", "soft_cap", "gate", "eps", "offset", "attention_tuning", "products_tuning"
     ),
-)
+)  # fmt: skip
 def decode_layer_mosaic_gpu(
-    heads: jax.Array | Heads,
+    heads: Heads,
     pool: jax.Array,
     plan: DecodePlan,
     sinks: jax.Array | None,
