@@ -4,6 +4,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from models.rope import rotate
 from pallas_kernels import ragged_decode as rd
@@ -49,3 +50,4 @@ def test_interpreted_kernel_makes_them(options):
     np.testing.assert_allclose(
         np.asarray(new, np.float32), np.asarray(q[:, :, -2:], np.float32), atol=0.02, rtol=0.01
     )
+    assert not gpu_callbacks.get_races().races_found
