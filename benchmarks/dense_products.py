@@ -17,13 +17,12 @@ import functools
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode_step import PRODUCTS, random_weights, without
+from benchmarks.decode_step import PRODUCTS, on_any_gpu, random_weights, without
 from benchmarks.gpu_timing import kernels_of
 from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES
@@ -114,11 +113,6 @@ def measure(row: Row, roof: float) -> dict[str, Any]:
     result["times as fast"] = result["layer XLA"] / result["layer ours"]
     result["error"] = float(np.linalg.norm(outs["ours"] - outs["XLA"]) / np.linalg.norm(outs["XLA"]))
     return result
-
-
-def on_any_gpu(tuning: dict[str, Any]) -> Any:
-    """Within it a kernel with these records is taken on devices on which it was not measured, too."""
-    return mock.patch.dict(tuning, {key: dataclasses.replace(of, kinds=("",)) for key, of in tuning.items()})
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode_step import PRODUCTS, without
-from benchmarks.dense_products import Row, layer_us, model, on_any_gpu
+from benchmarks.decode_step import PRODUCTS, on_any_gpu, without
+from benchmarks.dense_products import Row, layer_us, model
 from benchmarks.measured import main_of_rows
 from pallas_kernels import layer_products
 from pallas_kernels.layer_products.tuning import TUNING

@@ -18,14 +18,7 @@ from models import whole_layers
 from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.params import Params
-from models.products import (
-    added_norm,
-    end_of_layer,
-    ended,
-    gated_product,
-    has_layer_kernel,
-    product,
-)
+from models.products import added_norm, end_of_layer, ended, gated_product, has_layer_kernel, product
 from models.rope import rope_tables, rotate
 from models.shares import Share, over_devices
 from pallas_kernels.fp8_products import Fp8Tokens
