@@ -43,7 +43,9 @@ def check_supported(
 
     rows, kv_heads, held, head_dim = shape
     if rows > TOKENS:
-        raise NotImplementedError(f"{rows} tokens: one kernel takes {TOKENS} at most")
+        raise NotImplementedError(
+            f"{rows} tokens: one kernel takes {TOKENS} at most, with more two are faster"
+        )
     ragged_decode.check_supported((rows, kv_heads, held - 2, head_dim), dtype, pool.shape, pool.dtype)
     if products is None:
         raise NotImplementedError("the layer's products have no kernel: see `layer_products`")

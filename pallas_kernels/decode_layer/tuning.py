@@ -11,7 +11,6 @@ from pallas_kernels.support import measured_on, record_for
 class Tuning:
     """Slots are those of `layer_products`."""
 
-    most_tokens: int = 64  # with more it is slower than attention and products by themselves
     # Parts of the names of devices on which an engine takes it. None yet: it saves 0.5 to 1.5% of a step on an H100, and a
     # step's program takes twice as long to compile.
     kinds: tuple[str, ...] = ()
@@ -20,9 +19,8 @@ class Tuning:
 TUNING = {"9.0": Tuning()}
 
 
-def tuning_for(tokens: int, device: jax.Device | None = None) -> Tuning | None:
-    """None where attention and products by themselves are taken for so many tokens."""
+def tuning_for(device: jax.Device | None = None) -> Tuning | None:
+    """None where attention and products by themselves are taken."""
     device = jax.devices()[0] if device is None else device
     tuning = record_for(TUNING, device)
-    taken = bool(tuning.kinds) and measured_on(tuning.kinds, device) and tokens <= tuning.most_tokens
-    return tuning if taken else None
+    return tuning if tuning.kinds and measured_on(tuning.kinds, device) else None
