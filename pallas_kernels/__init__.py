@@ -2,3 +2,7 @@
 
 Which GPUs they run on is in `support`. What they do not take they refuse with a NotImplementedError that names it.
 """
+
+from pallas_kernels import value_names
+
+value_names.install()

@@ -1,0 +1,47 @@
+"""Names of values in messages of Mosaic GPU, without printing a kernel for each.
+
+Where layouts are inferred, values are sorted by such names, and JAX gets each by printing the operation, for which MLIR
+numbers all values of the kernel: half of what it takes to lower a large one. Here they are numbered once.
+"""
+
+from typing import Any
+
+from jax.experimental.mosaic.gpu import layout_inference
+from jax.experimental.mosaic.gpu.layout_inference import VariableType, ir
+
+_LETTERS = {VariableType.OPERAND: "o", VariableType.RESULT: "r", VariableType.ARGUMENT: "a"}
+PRINTED = layout_inference.ValueSite.__str__
+_names: dict[Any, str] = {}  # of the operations of one kernel, which they keep alive
+
+
+def install() -> None:
+    """For all that is lowered from now on; the order of values, and so what is lowered, stays the same."""
+    layout_inference.ValueSite.__str__ = _text  # type: ignore[method-assign]
+
+
+def _text(site: Any) -> str:
+    operation = site.operation.operation
+    if operation not in _names:  # of another kernel, or new
+        root = operation
+        while root.parent is not None:
+            root = root.parent.operation
+        _names.clear()
+        _names.update(_names_within(root))
+    return f"{_names[operation]}:{_LETTERS[site.type]}-{site.index}"
+
+
+def _names_within(root: Any) -> dict[Any, str]:
+    """As MLIR prints them: `%7 = arith.addf`, `%7:2` of several results, `scf.yield` of none."""
+    state = ir.AsmState(root)
+    names: dict[Any, str] = {}
+
+    def note(operation: Any) -> Any:
+        names[operation] = operation.name
+        if operation.results:
+            first, *others = operation.results
+            number = first.get_name(state).split("#")[0]
+            names[operation] = f"{number}:{len(others) + 1}" if others else f"{number} = {operation.name}"
+        return ir.WalkResult.ADVANCE
+
+    root.walk(note, ir.WalkOrder.PRE_ORDER)
+    return names
