@@ -10,7 +10,8 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
-  python -m benchmarks.decode_step --whole-layers  with one kernel for a layer's attention and products, too
+  python -m benchmarks.decode_step --apart         with kernels of their own for attention and a layer's products, too
+  python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head; the
 roof is a large reduction measured in the same run. Of a mixture of experts those count that as many tokens reach on average,
@@ -274,14 +275,17 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     parser.add_argument(
-        "--whole-layers",
+        "--apart",
         action="store_true",
-        help="each case once more with a layer's attention and products as one kernel",
+        help="each case once more, with kernels of their own for a layer's attention and its products",
+    )
+    parser.add_argument(
+        "--any-gpu", action="store_true", help="kernels that were not measured on this GPU, too"
     )
     args = parser.parse_args()
-    if (args.xla_products or args.whole_layers) and (args.drafts or args.bytes or args.fp8):
+    if (args.xla_products or args.apart) and (args.drafts or args.bytes or args.fp8):
         parser.error(
-            "--xla-products and --whole-layers are compared with nothing else: leave out --drafts, --bytes and --fp8"
+            "--xla-products and --apart are compared with nothing else: leave out --drafts, --bytes and --fp8"
         )
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
@@ -299,19 +303,22 @@ def main() -> None:
             dtypes = (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]
             ways: list[tuple[str, Any]] = [("", contextlib.nullcontext)]
             ways += [("XLA", partial(without, *PRODUCTS))] * args.xla_products
-            ways += [("whole layers", partial(on_any_gpu, decode_layer.TUNING))] * args.whole_layers
+            ways += [("apart", partial(without, decode_layer))] * args.apart
             variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], ways)
             for dtype, drafts, (way, context) in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
-                    with context():
-                        of = config.replace(name=f"{config.name}, {way}") if way else config
-                        row = measure(params, of, batch, tokens, retention, args, roof, dtype, drafts)
+                    with contextlib.ExitStack() as stack:
+                        for of in (*PRODUCTS, decode_layer) * args.any_gpu:
+                            stack.enter_context(on_any_gpu(of.TUNING))
+                        stack.enter_context(context())
+                        model = config.replace(name=f"{config.name}, {way}") if way else config
+                        row = measure(params, model, batch, tokens, retention, args, roof, dtype, drafts)
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
                     row = case | {"error": str(error)[:300]}
                 if way:
                     row["products"] = way
-                before = rows[-1 - (way == "whole layers" and args.xla_products)] if drafts or way else {}
+                before = rows[-1 - (way == "apart" and args.xla_products)] if drafts or way else {}
                 if {"ms"} <= row.keys() & before.keys():
                     row["times as long"] = round(row["ms"] / before["ms"], 3)
                 elif (

@@ -126,6 +126,7 @@ class EndOfLayer(NamedTuple):
     counters: Array
     how: dict[str, Any]  # gate, eps and offset
     tuning: layer_products.Tuning | None
+    last: bool = False  # there is no following layer, whatever the weights are
 
 
 def end_of_layer(

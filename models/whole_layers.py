@@ -30,7 +30,7 @@ class AttendToTheEnd(Protocol):
 
     def to_the_end(
         self, state: Any, layer: int, heads: Heads, made: Made, sinks: Array | None, end: EndOfLayer
-    ) -> tuple[tuple[Float[Array, "T E"], Float[Array, "splits rows H"] | None], Any]:
+    ) -> tuple[tuple[Float[Array, "T E"], Float[Array, "splits rows H"]], Any]:
         """((the residual stream after the layer, parts of the following layer's heads), state)."""
         ...
 
@@ -38,7 +38,7 @@ class AttendToTheEnd(Protocol):
 def reaching(attend: Any, x: Float[Array, "T E"], config: ModelConfig) -> AttendToTheEnd | None:
     """`attend` if `run` takes it, with layers that have a kernel for their products, and is no slower."""
     tuning = layer_tuning(len(x), config)
-    if tuning is None or decode_layer.tuning_for() is None:
+    if tuning is None or decode_layer.tuning_for(config.head_dim) is None:
         return None
     return attend if isinstance(attend, AttendToTheEnd) and attend.reaches_the_end(tuning) else None
 
@@ -61,12 +61,12 @@ def run(
     with jax.named_scope("heads"):
         normed = rms_norm(x, layers[0]["attn_norm"], config.norm_eps, config.norm_offset)
         heads = product(normed, layers[0]["qkv"], (columns,), config)
-        parts: Array | None = parts_of(heads.astype(jnp.float32), x.shape[1], tuning)
+        parts = parts_of(heads.astype(jnp.float32), x.shape[1], tuning)
     turned, sliding_turned = rope_of(*rope), rope_of(*sliding_rope)
     for layer, params in enumerate(layers):
-        following = layers[layer + 1] if layer + 1 < len(layers) else None
-        end = end_of_layer(params, following, x, counters, config)
-        assert parts is not None
+        last = layer + 1 == len(layers)
+        end = end_of_layer(params, params if last else layers[layer + 1], x, counters, config)
+        end = end._replace(last=last)
         of_layer = Heads(parts, sliding_turned if layer in config.sliding_layers else turned)
         if config.qkv_bias:
             of_layer = of_layer._replace(bias=params["qkv_bias"].reshape(-1))

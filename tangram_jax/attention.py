@@ -129,7 +129,7 @@ class DecodeAttention:
 
     def to_the_end(
         self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None, end: EndOfLayer
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `pallas_kernels.decode_layer.decode_layer`, where it `reaches_the_end`."""
         assert self._kernel is not None
         return self._kernel.to_the_end(layer, heads, made, sinks, end)

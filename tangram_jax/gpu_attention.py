@@ -334,10 +334,11 @@ class DecodeKernel:
         made: decode_layer.Made,
         sinks: jax.Array | None,
         end: EndOfLayer,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `attention.DecodeAttention`."""
         return decode_layer.decode_layer(
-            heads, self._pool, self._plan.layer(layer), end.x, end.weights, end.counters, made=made, sinks=sinks,
+            heads, self._pool, self._plan.layer(layer), end.x, end.weights, end.counters,
+            jnp.full(1, not end.last, jnp.int32), made=made, sinks=sinks,
             products_tuning=end.tuning, **self._logits._asdict(), **end.how,
         )  # fmt: skip
 

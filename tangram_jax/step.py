@@ -132,7 +132,7 @@ class _Attention:
 
     def to_the_end(
         self, state: Any, layer: int, heads: Heads, made: Made, sinks: Any, end: EndOfLayer
-    ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
         """See `models.whole_layers.AttendToTheEnd`."""
         return self._parts[0].to_the_end(layer, heads, made, sinks, end), state
 

@@ -240,7 +240,7 @@ class DecodeLayers(TokenLayers):
 
     def to_the_end(
         self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None, end: EndOfLayer
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array]:
         """The residual stream after the layer, and parts of the following layer's heads."""
         attention, number = self._of(layer)
         x, parts, new = attention.to_the_end(number, heads, made, sinks, end)

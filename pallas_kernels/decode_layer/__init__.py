@@ -77,6 +77,7 @@ def decode_layer(
     x: jax.Array,
     weights: LayerWeights,
     counters: jax.Array,
+    following: jax.Array,
     *,
     made: Made,
     scale: float,
@@ -87,16 +88,17 @@ def decode_layer(
     offset: float = 0.0,
     attention_tuning: ragged_decode.Tuning | None = None,
     products_tuning: layer_products.Tuning | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The residual stream [T, E] at the end of a layer; the next layer's heads, and this one's keys and values.
 
-    The next layer's are parts f32[splits, rows, H] as `Heads` has them, or None without weights for these; keys and values
-    [T, K, 2, D] are those to append.
+    The next layer's are parts f32[splits, rows, H] as `Heads` has them; keys and values [T, K, 2, D] are those to append.
 
     Args:
       heads, made: what queries, key and value of the one token of each request are made of, and how.
       pool, plan, scale, soft_cap, sinks: as in `ragged_decode`.
-      x, weights, counters, gate, eps, offset: as in `layer_products`.
+      x, weights, counters, gate, eps, offset: as in `layer_products`; the weights have those of the next layer's heads.
+      following: i32[1], 0 where no layer follows: weights for its heads are not read then, and the heads are anything. So
+        all layers of a model have the same kernel.
       attention_tuning, products_tuning: by default the device's, and that for these shapes.
 
     Raises:
@@ -106,6 +108,10 @@ def decode_layer(
     from pallas_kernels.decode_layer.mosaic_gpu import decode_layer_mosaic_gpu
 
     tokens, kv_heads, held, head_dim = shape = shape_of(heads, made)
+    if weights.heads is None:
+        raise ValueError(
+            "weights without heads: give some of the same shapes for the last layer, which are not read"
+        )
     attended = jax.ShapeDtypeStruct((tokens, kv_heads * (held - 2) * head_dim), x.dtype)
     layer_products.check_shapes(attended, x, weights, counters)
     products_tuning = products_tuning or layer_products.tuning_for(len(x), *weights.columns)
@@ -113,7 +119,7 @@ def decode_layer(
     check_supported(shape, made.dtype, pool, plan, products_tuning, attention_tuning)
     layer_products.check_supported(x, *(array for array in weights if array is not None))
     return decode_layer_mosaic_gpu(
-        heads, pool, plan, sinks, x, weights, counters, made=made, scale=float(scale),
+        heads, pool, plan, sinks, x, weights, counters, following, made=made, scale=float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap), gate=gate, eps=eps, offset=offset,
         attention_tuning=attention_tuning, products_tuning=products_tuning,
     )  # fmt: skip

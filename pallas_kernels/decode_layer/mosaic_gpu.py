@@ -38,6 +38,7 @@ from pallas_kernels.ragged_decode.mosaic_gpu import results_of as attention_resu
 
 # Registers of a thread that computes, and of one that loads tokens; those that load pages and weights keep their 168.
 COMPUTING, WAITING = 232, 104
+MANY_TILES = 64  # of keys, and as many of values, that a CTA has read
 LEAST_REDUCTION = 2048  # bytes in which a warpgroup's warps exchange what they reduce
 Arrays = dict[str, Any]
 
@@ -56,6 +57,7 @@ def decode_layer_mosaic_gpu(
     x: jax.Array,
     weights: LayerWeights,
     counters: jax.Array,
+    following: jax.Array,
     *,
     made: Made,
     scale: float,
@@ -65,7 +67,7 @@ def decode_layer_mosaic_gpu(
     offset: float,
     attention_tuning: AttentionTuning,
     products_tuning: ProductsTuning,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.decode_layer.decode_layer`."""
     shape = shape_of(heads, made)
     attend = config_of(
@@ -80,7 +82,7 @@ def decode_layer_mosaic_gpu(
     of_attention = operands_of(heads, pool, plan, sinks, attend)
     results = attention_results(attend, shape[0], x.dtype)
     given = {name: array for name, array in weights._asdict().items() if array is not None}
-    given |= {"x": x, "counters": counters}
+    given |= {"x": x, "counters": counters, "following": following}
     made_there = products.results_of(x, multiply.phases)
     operands, outputs = (of_attention, given), (results, made_there)
 
@@ -100,7 +102,7 @@ def decode_layer_mosaic_gpu(
     )
     outs = kernel(*(each for part in operands for each in part.values()))
     known = dict(zip((*results, *made_there), outs, strict=True))
-    return known["x_new"], known.get("heads_parts"), known["new"]
+    return known["x_new"], known["heads_parts"], known["new"]
 
 
 def fits(attend: AttentionConfig, tuning: ProductsTuning) -> bool:
@@ -139,14 +141,21 @@ def _kernel(
 
         @pl.when(wg == 1)
         def _load() -> None:
-            tiles = lax.cond(
-                cta < attend.num_shares, lambda: load(attend, attention_refs), lambda: jnp.int32(0)
-            )
+            attends = cta < attend.num_shares
+            tiles = lax.cond(attends, lambda: load(attend, attention_refs), lambda: jnp.int32(0))
+            # Weights asked for early keep pages of other CTAs waiting, which costs more than it gains where these are many.
+            many = tiles >= MANY_TILES
+
+            @pl.when(many)
+            def _wait_for_all() -> None:
+                for slot in range(attend.slots):
+                    wait_for_last(attention_refs, tiles, slot)
 
             def first_use(slot: Any) -> None:
                 at = slot - apart
                 tile = lax.div(at, jnp.int32(each))
-                pl.when((at >= 0) & (at == tile * each))(lambda: wait_for_last(attention_refs, tiles, tile))
+                begins = (at >= 0) & (at == tile * each)
+                pl.when(begins & ~many)(lambda: wait_for_last(attention_refs, tiles, tile))
 
             load_weights(multiply, refs, cta, weights_s, slots[0], slots[1], first_use)
 

@@ -15,6 +15,7 @@ def decode_layer_reference(
     x: jax.Array,
     weights: LayerWeights,
     counters: jax.Array | None = None,
+    following: jax.Array | None = None,
     *,
     made: Made,
     scale: float,
@@ -23,12 +24,14 @@ def decode_layer_reference(
     gate: Gate = "silu",
     eps: float,
     offset: float = 0.0,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `decode_layer`; the arrays may have any float dtype. The next layer's heads are of one part."""
+    del following
     qkv = heads_reference(heads, made)
     attended, _ = ragged_decode_reference(
         qkv, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks, has_new=True
     )
     attended = attended.reshape(len(qkv), -1).astype(x.dtype)
-    x, following = layer_products_reference(attended, x, weights, counters, gate=gate, eps=eps, offset=offset)
-    return x, None if following is None else following[None].astype("float32"), qkv[:, :, -2:]
+    x, product = layer_products_reference(attended, x, weights, counters, gate=gate, eps=eps, offset=offset)
+    assert product is not None
+    return x, product[None].astype("float32"), qkv[:, :, -2:]

@@ -43,7 +43,7 @@ def compute(
     cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
 ) -> None:  # fmt: skip
     """All phases. `barriers`: of weights that are there and that are read, and of tokens."""
-    shares = [Share.of(phase, cta) for phase in cfg.phases]
+    shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps for share in shares]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
     weights = Slots(lambda slot: weights_s.at[slot], barriers[:2], cfg.tuning.weight_slots, sum(pieces))
@@ -118,8 +118,10 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> No
         device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, cfg.tokens)
 
     add_up(cfg, refs, phase, cta, parts_are_there)
-    if phase.number != cfg.last:
-        device_ops.arrive(refs["counters"].at[phase.added])
+    # Who waits leaves a zero: nobody may count where nobody waits.
+    before_heads = "following" in refs and phase.number + 1 == cfg.last
+    awaited = refs["following"][0] > 0 if before_heads else phase.number != cfg.last
+    pl.when(awaited)(functools.partial(device_ops.arrive, refs["counters"].at[phase.added]))
 
 
 def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_there: Any) -> None:

@@ -31,8 +31,7 @@ def load_weights(
 
         return lax.fori_loop(0, jnp.maximum(count, 0), one, seen)
 
-    for phase in cfg.phases:
-        share = Share.of(phase, cta)
+    for phase, share in zip(cfg.phases, Share.all_of(cfg, refs, cta), strict=True):
 
         def one(n: Any, carry: Any, phase: Phase = phase, share: Share = share) -> Any:
             turn, seen = carry
@@ -59,8 +58,8 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
     """Into slots held [slots * rows and more, STEP], once the CTAs that make them have arrived."""
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
-    for before, phase in zip((None, *cfg.phases), cfg.phases, strict=False):
-        share = Share.of(phase, cta)
+    shares = Share.all_of(cfg, refs, cta)
+    for before, phase, share in zip((None, *cfg.phases), cfg.phases, shares, strict=False):
         if before is not None or cfg.attends:
             if before is None:
                 place, total = ATTENDED, cfg.tuning.ctas

@@ -119,6 +119,18 @@ class Share:
     active: Any
 
     @classmethod
+    def all_of(cls, cfg: Config, refs: dict[str, Any], cta: Any) -> list["Share"]:
+        """Of every phase; of the heads none where the `following` layer, i32[1], is none."""
+        shares = [cls.of(phase, cta) for phase in cfg.phases]
+        if "following" in refs:
+            there = refs["following"][0] > 0
+            last = shares[-1]
+            shares[-1] = dataclasses.replace(
+                last, steps=jnp.where(there, last.steps, 0), active=last.active & there
+            )
+        return shares
+
+    @classmethod
     def of(cls, phase: Phase, cta: Any) -> "Share":
         tile, split = lax.rem(cta, i32(phase.tiles)), lax.div(cta, i32(phase.tiles))
         first, end = (lax.div((split + n) * (phase.depth // STEP), i32(phase.splits)) for n in (0, 1))

@@ -37,11 +37,11 @@ def whole(monkeypatch):
         return layer_products_reference(attended, x, weights, **how)
 
     def to_the_end(self, layer, heads, made, sinks, end):
-        calls.append((layer, end.weights.heads is None))
+        calls.append((layer, end.last))
         qkv = decode_layer.heads_reference(heads, made)
         attended = self(layer, qkv, sinks).reshape(len(qkv), -1).astype(end.x.dtype)
         x, product = layer_products_reference(attended, end.x, end.weights, **end.how)
-        return x, None if product is None else product[None].astype(jnp.float32), qkv[:, :, -2:]
+        return x, product[None].astype(jnp.float32), qkv[:, :, -2:]
 
     monkeypatch.setattr(lp, "layer_products", products)
     monkeypatch.setattr(DecodeAttention, "reaches_the_end", lambda self, tuning: True)
@@ -112,7 +112,7 @@ def test_steps_with_anything_else_have_none(whole):
 
 
 def test_whole_layers_lower(monkeypatch, caplog):
-    """One with a window, the last one without, which makes no heads, and appending."""
+    """One with a window and one without, and appending."""
     monkeypatch.setitem(TUNING, "9.0", dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0))
     monkeypatch.setitem(
         decode_layer.TUNING, "9.0", dataclasses.replace(decode_layer.TUNING["9.0"], kinds=("",))

@@ -1,0 +1,63 @@
+"""On a Hopper GPU: steps whose layers are one kernel each, against those with two."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from benchmarks.decode_step import on_any_gpu, without
+from benchmarks.shapes import SHAPES
+from models.params import map_specs, param_specs
+from pallas_kernels import decode_layer, layer_products
+
+pytestmark = pytest.mark.gpu
+ROWS, TOKENS, STEPS = 5, 300, 3
+
+
+def steps(config, params):
+    """(Logits of decode steps of some requests after prompts, the cache)."""
+    profile = tj.BudgetProfile.uniform(config.num_layers, config.num_kv_heads, 0.5)
+    plan = tj.CachePlan.build(profile, 4, 64)
+    cache = tj.init_cache(
+        plan, config, num_pages=600, max_requests=ROWS, max_tokens=512, max_tail=64, dtype=jnp.bfloat16
+    )
+    chunk = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
+    step = jax.jit(tj.decode_step, static_argnums=(1, 2))
+    for row in range(ROWS - 1):  # the last one is without pages
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(TOKENS), np.int32(8))
+        given = {"row": np.int32(row), "count": np.int32(TOKENS - 60 * row)}
+        tokens = (np.arange(TOKENS, dtype=np.int32) * (row + 3)) % config.vocab_size
+        _, cache = chunk(params, config, plan, cache, scorer=tj.get_scorer("snapkv"), tokens=tokens, **given)
+    rows, logits = np.array([2, 0, ROWS, 3, ROWS - 1, 1], np.int32), []
+    for n in range(STEPS):
+        out, cache = step(params, config, plan, cache, rows=rows, tokens=rows * 7 + n)
+        logits.append(out[np.array([0, 1, 3, 5])])
+    return jnp.stack(logits), cache
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
+def test_steps_of_whole_layers(changes):
+    """Weights as in a model: norms are no ones, and each layer adds as much as there is."""
+    config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, **changes)
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+
+    def draw(spec):
+        scale = config.hidden_size**-0.5 if len(spec.shape) > 1 else 0.3
+        return jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
+
+    params = map_specs(draw, param_specs(config))
+    outs = []
+    for whole in (True, False):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(on_any_gpu(layer_products.TUNING))
+            stack.enter_context(on_any_gpu(decode_layer.TUNING) if whole else without(decode_layer))
+            of = config.replace(name=f"{config.name}, {whole} {changes}")
+            outs.append(steps(of, params))
+    (logits, cache), (expected, other) = outs
+    assert jnp.linalg.norm(logits - expected) < 0.03 * jnp.linalg.norm(expected)
+    pools = cache.pool.astype(jnp.float32), other.pool.astype(jnp.float32)
+    assert jnp.linalg.norm(pools[0] - pools[1]) < 0.02 * jnp.linalg.norm(pools[1])
+    np.testing.assert_array_equal(cache.tail, other.tail)
