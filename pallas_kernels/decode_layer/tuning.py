@@ -11,9 +11,8 @@ from pallas_kernels.support import measured_on, record_for
 class Tuning:
     """Slots are those of `layer_products`."""
 
-    most_head_dim: int = (
-        128  # heads of 256 have too many registers: 6 to 8% of a step of Gemma 3 12B's shape are lost
-    )
+    # Heads of 256 have too many registers: 6 to 8% of a step of Gemma 3 12B's shape are lost with them.
+    most_head_dim: int = 128
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
 
 

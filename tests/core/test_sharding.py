@@ -205,8 +205,7 @@ def check_real_weights_in_fp8() -> None:
     "function",
     [
         "check_ragged",
-        "check_linked",
-        "check_gpt_oss",
+        "check_linked",  # with what `check_gpt_oss` has, too
         "check_the_pool_stays",
     ],
 )
@@ -219,6 +218,7 @@ def test_on_simulated_devices(function):
     "function",
     [
         "check_fp8",
+        "check_gpt_oss",
         "check_packed_experts",
         "check_ragged_on_four",
         "check_padded_real_weights",

@@ -12,6 +12,7 @@ from tests.serve import tiny_engine
 from tests.serve.tiny_engine import TinyEngine, ask_all, greedy, tokens_of
 
 
+@pytest.mark.slow  # `test_fp8_weights` has the model
 def test_answers(monkeypatch):
     params, config = in_fp8(random_params(tiny_config(num_layers=1), 0), tiny_config(num_layers=1))
     model = registry.LoadedModel(config, params, tiny_tokenizer(), "tiny")
