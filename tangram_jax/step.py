@@ -5,6 +5,7 @@ the model's matrix products. The pool is only read while the layers run and writ
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -98,8 +99,9 @@ def step(
     logits, _ = forward(params, config, tokens, positions, attend, (), logits_at=logits_at, there=there)
     kept = [part.kept for part in of_chunks]
     new = of_decode.new if of_decode else []
-    # The writes must come after the last read: without this order XLA keeps a copy of the whole pool to read from.
-    kept, new, logits = lax.optimization_barrier((kept, new, logits))
+    # The writes must come after the last read: without this order XLA keeps copies of the whole pool and the tails.
+    kept, new, logits, tail = lax.optimization_barrier((kept, new, logits, cache.tail))
+    cache = replace(cache, tail=tail)
     for part, what in zip(of_chunks, kept, strict=True):
         cache = part.write(cache, what)
     if of_decode:
