@@ -11,7 +11,8 @@ from jax.experimental.mosaic.gpu.layout_inference import VariableType, ir
 
 _LETTERS = {VariableType.OPERAND: "o", VariableType.RESULT: "r", VariableType.ARGUMENT: "a"}
 PRINTED = layout_inference.ValueSite.__str__
-_names: dict[Any, str] = {}  # of the operations of one kernel, which they keep alive
+# The kernel that was asked for last, and the names in it. Replaced as one: several threads may lower.
+_last: list[tuple[Any, dict[Any, str]]] = [(None, {})]
 
 
 def install() -> None:
@@ -20,14 +21,14 @@ def install() -> None:
 
 
 def _text(site: Any) -> str:
-    operation = site.operation.operation
-    if operation not in _names:  # of another kernel, or new
-        root = operation
-        while root.parent is not None:
-            root = root.parent.operation
-        _names.clear()
-        _names.update(_names_within(root))
-    return f"{_names[operation]}:{_LETTERS[site.type]}-{site.index}"
+    operation = root = site.operation.operation
+    while root.parent is not None:
+        root = root.parent.operation
+    kernel, names = _last[0]
+    if kernel is None or kernel != root or operation not in names:  # another kernel, or something new in it
+        names = _names_within(root)
+        _last[0] = root, names
+    return f"{names[operation]}:{_LETTERS[site.type]}-{site.index}"
 
 
 def _names_within(root: Any) -> dict[Any, str]:
