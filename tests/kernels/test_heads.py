@@ -8,7 +8,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from models.rope import rotate
 from pallas_kernels import ragged_decode as rd
-from pallas_kernels.decode_layer import heads_reference
+from pallas_kernels.decode_layer import decode_layer, heads_reference
+from pallas_kernels.layer_products import LayerWeights
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.decode_layer_cases import heads_of
@@ -51,3 +52,23 @@ def test_interpreted_kernel_makes_them(options):
         np.asarray(new, np.float32), np.asarray(q[:, :, -2:], np.float32), atol=0.02, rtol=0.01
     )
     assert not gpu_callbacks.get_races().races_found
+
+
+def test_weights_without_heads_are_refused():
+    """They are the last layer's in `layer_products`; here all layers have the same kernel."""
+    case = make_case(LENGTHS, new=True)
+    heads, made = heads_of(case)
+    weights = LayerWeights(*[case.pool] * 4)
+    with pytest.raises(ValueError, match="give some of the same shapes for the last layer"):
+        decode_layer(
+            heads,
+            case.pool,
+            plan_of(case),
+            case.q,
+            weights,
+            case.lengths,
+            case.lengths,
+            made=made,
+            scale=1.0,
+            eps=1e-5,
+        )
