@@ -39,8 +39,8 @@ class Tuning:
 class Generation:
     """What depends on the chip."""
 
-    least_ctas: float = 0.7  # of the multiprocessors, that have work in every product
-    least_weights: int = 1 << 26  # numbers
+    least_ctas: float = 0.45  # of the multiprocessors, that have work in every product
+    least_weights: int = 7 << 23  # numbers
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
 
 
