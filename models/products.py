@@ -24,6 +24,8 @@ from pallas_kernels.support import check_one_device
 
 log = logging.getLogger("tangram")
 
+MATRICES = ("qkv", "attn_out", "gate_up", "down")  # of a dense layer
+
 
 def added_norm(
     x: Float[Array, "T depth"],
@@ -87,13 +89,15 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
     """Whether `ended` is there for these layers, and no slower than their products by themselves."""
     if config.tensor_axis is not None or layer_tuning(len(x), config) is None:
         return False
-    names = ["attn_norm", "qkv", "attn_out", "mlp_norm", "gate_up", "down"]
+    names = ["attn_norm", "mlp_norm", *MATRICES]
     names += ["attn_post_norm", "mlp_post_norm"] if config.post_norms else []
     weights = [layer[name] for layer in layers for name in names]
-    if any(isinstance(array, Fp8Weights) for array in weights):
+    if any(
+        isinstance(layer[name], Fp8Weights) != config.weights_fp8 for layer in layers for name in MATRICES
+    ):
         return False
     try:
-        for array in (x, *weights):
+        for array in jax.tree.leaves((x, weights)):
             check_one_device(array)
         layer_products.check_supported(x, *weights)
     except NotImplementedError:
@@ -102,7 +106,7 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
 
 
 def wanted_multiple(tokens: int, config: ModelConfig) -> int:
-    """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for 16-bit weights."""
+    """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for few."""
     multiple = layer_products.MULTIPLE
     if tokens > multiple and layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
         return multiple
@@ -115,7 +119,7 @@ def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | No
         return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     columns = heads, config.hidden_size, config.intermediate_size, heads + 2 * kv_heads
-    return layer_products.tuning_for(tokens, *columns)
+    return layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
 
 
 class EndOfLayer(NamedTuple):
@@ -137,17 +141,21 @@ def end_of_layer(
     `counters`: of `layer_products.counters_of`, the same for all layers.
     """
     width = x.shape[1]
+
+    def matrix(weights: Any, *shape: int) -> Any:
+        return weights if isinstance(weights, Fp8Weights) else weights.reshape(shape)
+
     weights = LayerWeights(
-        layer["attn_out"].reshape(-1, width),
+        matrix(layer["attn_out"], -1, width),
         layer["mlp_norm"],
-        layer["gate_up"].reshape(width, -1),
+        matrix(layer["gate_up"], width, -1),
         layer["down"],
     )
     if config.post_norms:
         weights = weights._replace(out_post=layer["attn_post_norm"], down_post=layer["mlp_post_norm"])
     if following is not None:
         weights = weights._replace(
-            next_norm=following["attn_norm"], heads=following["qkv"].reshape(width, -1)
+            next_norm=following["attn_norm"], heads=matrix(following["qkv"], width, -1)
         )
     how = {"gate": "gelu" if config.gelu else "silu", "eps": config.norm_eps, "offset": config.norm_offset}
     return EndOfLayer(x, weights, counters, how, layer_tuning(len(x), config))

@@ -49,6 +49,10 @@ def check_supported(
     ragged_decode.check_supported((rows, kv_heads, held - 2, head_dim), dtype, pool.shape, pool.dtype)
     if products is None:
         raise NotImplementedError("the layer's products have no kernel: see `layer_products`")
+    if products.fp8:
+        raise NotImplementedError(
+            "weights in FP8: attention and the layer's products are faster as two kernels"
+        )
     tuning = attention or ragged_decode.tuning_for()
     config = config_of(
         shape, pool, plan, None, scale=1.0, soft_cap=None, has_new=True, tokens=1, tuning=tuning
@@ -114,10 +118,10 @@ def decode_layer(
         )
     attended = jax.ShapeDtypeStruct((tokens, kv_heads * (held - 2) * head_dim), x.dtype)
     layer_products.check_shapes(attended, x, weights, counters)
-    products_tuning = products_tuning or layer_products.tuning_for(len(x), *weights.columns)
+    products_tuning = products_tuning or layer_products.tuning_for(len(x), *weights.columns, fp8=weights.fp8)
     attention_tuning = attention_tuning or ragged_decode.tuning_for()
     check_supported(shape, made.dtype, pool, plan, products_tuning, attention_tuning)
-    layer_products.check_supported(x, *(array for array in weights if array is not None))
+    layer_products.check_supported(x, *weights.given.values())
     return decode_layer_mosaic_gpu(
         heads, pool, plan, sinks, x, weights, counters, following, made=made, scale=float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap), gate=gate, eps=eps, offset=offset,

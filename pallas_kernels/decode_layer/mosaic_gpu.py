@@ -81,8 +81,7 @@ def decode_layer_mosaic_gpu(
     )  # fmt: skip
     of_attention = operands_of(heads, pool, plan, sinks, attend)
     results = attention_results(attend, shape[0], x.dtype)
-    given = {name: array for name, array in weights._asdict().items() if array is not None}
-    given |= {"x": x, "counters": counters, "following": following}
+    given = weights.operands | {"x": x, "counters": counters, "following": following}
     made_there = products.results_of(x, multiply.phases)
     operands, outputs = (of_attention, given), (results, made_there)
 

@@ -6,11 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import support
+from pallas_kernels.fp8_products import Fp8Weights
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.phases import COUNTERS
 from pallas_kernels.layer_products.reference import layer_products_reference
-from pallas_kernels.layer_products.tuning import MOST_TOKENS, MULTIPLE, TUNING, Tuning, can_take, tuning_for
-from pallas_kernels.layer_products.weights import LayerWeights
+from pallas_kernels.layer_products.tuning import (
+    MOST_TOKENS,
+    MULTIPLE,
+    TOKENS,
+    TUNING,
+    Tuning,
+    can_take,
+    tuning_for,
+)
+from pallas_kernels.layer_products.weights import LayerWeights, Matrix, shape_of
 
 __all__ = [
     "LayerWeights",
@@ -25,16 +34,19 @@ __all__ = [
 ]
 
 
-def check_supported(x: jax.Array, *others: jax.Array, device: jax.Device | None = None) -> None:
+def check_supported(x: jax.Array, *others: Matrix, device: jax.Device | None = None) -> None:
     """Raises NotImplementedError, naming the feature, for tokens and weights of these shapes and dtypes without a kernel."""
-    dtypes = {str(array.dtype) for array in (x, *others)}
-    if len(dtypes) > 1 or dtypes - {"bfloat16", "float16"}:
+    fp8 = any(isinstance(each, Fp8Weights) for each in others)
+    dtypes = {str(each.dtype) for each in (x, *others) if not isinstance(each, Fp8Weights)}
+    if len(dtypes) > 1 or dtypes - ({"bfloat16"} if fp8 else {"bfloat16", "float16"}):
+        kinds = "bfloat16 beside weights in FP8" if fp8 else "bfloat16 or float16 for all"
         raise NotImplementedError(
-            f"tokens and weights of {', '.join(sorted(dtypes))}: the kernel takes bfloat16 or float16 for all"
+            f"tokens and weights of {', '.join(sorted(dtypes))}: the kernel takes {kinds}"
         )
-    if not can_take(x.shape[0]):
+    if not can_take(x.shape[0], fp8):
+        most = f"{TOKENS if fp8 else MOST_TOKENS}{' with weights in FP8' if fp8 else ''}"
         raise NotImplementedError(
-            f"{x.shape[0]} tokens: the kernel takes 1 to {MULTIPLE}, and multiples of {MULTIPLE} up to {MOST_TOKENS}"
+            f"{x.shape[0]} tokens: the kernel takes 1 to {MULTIPLE}, and multiples of {MULTIPLE} up to {most}"
         )
     support.check_device(device, TUNING)
 
@@ -62,7 +74,7 @@ def layer_products(
     """The residual stream [T, E] at the end of a layer, and the next layer's heads [T, H], from attention's result.
 
     Args:
-      attended: [T, A], bfloat16 or float16 as all others; T as it `can_take`.
+      attended: [T, A], bfloat16 or float16 as all others (bfloat16 with matrices in FP8); T as it `can_take`.
       x: [T, E], the residual stream before attention's result is added.
       weights: see `LayerWeights`; without heads None is given for these.
       counters: see `counters_of`.
@@ -78,8 +90,8 @@ def layer_products(
 
     check_shapes(attended, x, weights, counters)
     if interpret is None:
-        check_supported(x, attended, *(array for array in weights if array is not None))
-    tuning = tuning or tuning_for(len(x), *weights.columns)
+        check_supported(x, attended, *weights.given.values())
+    tuning = tuning or tuning_for(len(x), *weights.columns, fp8=weights.fp8)
     if tuning is None:
         raise NotImplementedError(
             f"{len(x)} tokens, a layer of {weights.columns} columns: there is no tuning for these"
@@ -94,15 +106,20 @@ def check_shapes(
 ) -> None:
     """Raises ValueError for shapes that do not belong together."""
     depth, width, inner, heads = weights.columns
+    matrices = [
+        each for each in (weights.out, weights.gate_up, weights.down, weights.heads) if each is not None
+    ]
+    if len({isinstance(each, Fp8Weights) for each in matrices}) > 1:
+        raise ValueError("some of the matrices are in FP8: give all of them so, or none")
     wanted: dict[str, tuple[int, ...]] = {"gate_up": (width, 2 * inner), "down": (inner, width)}
     wanted |= dict.fromkeys(("norm", "out_post", "down_post", "next_norm"), (width,)) | {
         "heads": (width, heads)
     }
     wanted |= {"attended": (len(x), depth), "x": (len(x), width), "counters": (COUNTERS,)}
-    given = {name: array for name, array in weights._asdict().items() if array is not None}
+    given: dict[str, Any] = weights.given
     for name, array in (given | {"attended": attended, "x": x, "counters": counters}).items():
-        if array.shape != wanted.get(name, array.shape):
-            raise ValueError(f"{name} {array.shape}: expected {wanted[name]}, as out is {weights.out.shape}")
+        if (shape := shape_of(array)) != wanted.get(name, shape):
+            raise ValueError(f"{name} {shape}: expected {wanted[name]}, as out is {shape_of(weights.out)}")
     for one, other in (("out_post", "down_post"), ("next_norm", "heads")):
         if (one in given) != (other in given):
             raise ValueError(f"weights with one of {one} and {other}: give both or none")

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gates import gated
-from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products import device_ops, fp8
 from pallas_kernels.layer_products.phases import Config, Phase, Share, i32
 from pallas_kernels.layer_products.tuning import COLUMNS, TOKENS
 from pallas_kernels.stores import put
@@ -42,20 +42,33 @@ class Slots:
 def compute(
     cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
 ) -> None:  # fmt: skip
-    """All phases. `barriers`: of weights that are there and that are read, and of tokens."""
+    """All phases. `barriers`: of weights that are there and that are read, and of tokens; then the interpreter's memory."""
     shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps for share in shares]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
     weights = Slots(lambda slot: weights_s.at[slot], barriers[:2], cfg.tuning.weight_slots, sum(pieces))
 
     def own_tokens(slot: Any) -> Any:
-        first = pl.multiple_of(slot * cfg.slot_rows, 8) + wg * TOKENS
-        return tokens_s.at[pl.ds(pl.multiple_of(first, 8), TOKENS)]
+        first, rows = slot * cfg.slot_rows, TOKENS
+        if cfg.tuning.fp8:
+            rows = cfg.slot_rows
+        else:
+            first += wg * TOKENS
+        return tokens_s.at[pl.ds(pl.multiple_of(first, 8), rows)]
 
-    tokens = Slots(own_tokens, barriers[2:], cfg.tuning.token_slots, sum(steps))
+    tokens = Slots(own_tokens, barriers[2:4], cfg.tuning.token_slots, sum(steps))
     for n, (phase, share) in enumerate(zip(cfg.phases, shares, strict=True)):
         turns = sum(pieces[:n], i32(0)), sum(steps[:n], i32(0))
-        work = functools.partial(_product, cfg, refs, phase, share, wg, turns, weights, tokens, out_s)
+        common = phase, share, wg, turns, weights, tokens, out_s
+        product: Any = functools.partial(_product, cfg, refs, *common)
+        if cfg.tuning.fp8:
+            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
+
+        def work(product: Any = product, phase: Phase = phase) -> None:
+            product()
+            if not cfg.interpreted and (phase.addition or phase.number != cfg.last):
+                device_ops.arrive(refs["counters"].at[phase.left])
+
         pl.when(share.active)(work)
         if phase.addition and not cfg.interpreted:
             mine = (wg == 0) & (cta < cfg.tokens)
@@ -107,8 +120,6 @@ def _product(
             columns = pl.ds(pl.multiple_of(share.tile * COLUMNS + offset, LINE), LINE)
             plgpu.copy_smem_to_gmem(out_s, out.at[mine, columns])
         plgpu.wait_smem_to_gmem(0)
-    if not cfg.interpreted and (phase.addition or phase.number != cfg.last):
-        device_ops.arrive(refs["counters"].at[phase.left])
 
 
 def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> None:

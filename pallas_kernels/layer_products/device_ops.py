@@ -3,13 +3,15 @@
 The CPU interpreter has neither: it needs no barriers, and all rows may be stored.
 """
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from pallas_kernels.stores import rows_of_a_thread
 
@@ -63,3 +65,26 @@ def store_rows(value: jax.Array, dst: jax.Ref, rows: jax.Array) -> None:
                     vector.store(register, dst, [row, column])
 
     run(value, dst, rows)
+
+
+def store_columns(value: jax.Array, dst: jax.Ref, count: int) -> None:
+    """The first `count` columns of [64, columns] (WGMMA layout) as rows of global memory [columns, 64], whose others stay.
+
+    Four neighbouring threads have a column's eight numbers side by side: 32 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def run(_: Any, value: Any, dst: Any) -> None:
+        places = value.layout.thread_idxs(value.shape)
+        for (row, column), at in zip(places, np.ndindex(value.registers.shape), strict=True):
+            for n in range(2):
+                token = arith.addi(column, mgpu_utils.c(n, column.type))
+                there: Any = contextlib.nullcontext()
+                if count % 8:
+                    limit = mgpu_utils.c(count, token.type)
+                    there = mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, token, limit))
+                with there:
+                    number = vector.extract(value.registers[at], dynamic_position=[], static_position=[n])
+                    memref.store(number, dst, [token, row])
+
+    run(value, dst)

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.layer_products import device_ops
-from pallas_kernels.layer_products.phases import ATTENDED, Config, Phase, Share, i32
+from pallas_kernels.layer_products.phases import ATTENDED, HALVES, Config, Phase, Share, i32
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP
 
 
 def load_weights(
     cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, first_use: Any = None
 ) -> None:  # fmt: skip
-    """Into slots held [slots, STEP, COLUMNS], whatever the other CTAs do, but few at a time.
+    """Into slots held [slots, STEP, COLUMNS], or of codes i32[slots, HALVES, 2, 32, 32]; few at a time whatever others do.
 
     `first_use`: waits until what a slot held before is read.
     """
@@ -44,9 +45,13 @@ def load_weights(
             if phase.number or cfg.attends:
                 most = jnp.where(n < slots, cfg.tuning.early, most)
             seen = land(turn - seen - most + 1, seen)
-            rows = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
-            first = pl.multiple_of(piece * phase.columns + share.tile * COLUMNS, COLUMNS)
-            source = refs[phase.weights].at[rows, pl.ds(first, COLUMNS)]
+            tile, deep = piece * phase.tiles + share.tile, share.first + step
+            if cfg.tuning.fp8:
+                deep = pl.ds(deep * (phase.step // TILE), phase.step // TILE)
+                source = refs[phase.weights].at[pl.ds(tile * HALVES, HALVES), deep]
+            else:
+                rows = pl.ds(pl.multiple_of(deep * STEP, STEP), STEP)
+                source = refs[phase.weights].at[rows, pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)]
             plgpu.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
             return turn + 1, seen
 
@@ -55,7 +60,7 @@ def load_weights(
 
 
 def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
-    """Into slots held [slots * rows and more, STEP], once the CTAs that make them have arrived."""
+    """Into slots held [slots * rows and more, step], once the CTAs that make them have arrived."""
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
     shares = Share.all_of(cfg, refs, cta)
@@ -73,7 +78,7 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
         def one(step: Any, turn: Any, phase: Phase = phase, share: Share = share) -> Any:
             slot = lax.rem(turn, slots)
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-            deep = pl.ds(pl.multiple_of((share.first + step) * STEP, STEP), STEP)
+            deep = pl.ds(pl.multiple_of((share.first + step) * phase.step, phase.step), phase.step)
             source = refs[phase.source].at[pl.ds(0, cfg.slot_rows), deep]
             rows = pl.ds(pl.multiple_of(slot * cfg.slot_rows, 8), cfg.slot_rows)
             plgpu.copy_gmem_to_smem(source, held.at[rows], full.at[slot])

@@ -12,15 +12,17 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.compute import LINE, add_up, compute, f32
 from pallas_kernels.layer_products.load import load_tokens, load_weights
-from pallas_kernels.layer_products.phases import Addition, Config, Phase, phases_of
+from pallas_kernels.layer_products.phases import HALVES, Addition, Config, Phase, phases_of
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
-from pallas_kernels.layer_products.weights import LayerWeights
+from pallas_kernels.layer_products.weights import LayerWeights, scales_of
 from pallas_kernels.support import num_sms
 
 COMPUTING, LOADING = 216, 40  # registers of a thread, with two warpgroups of each
@@ -44,8 +46,7 @@ def layer_products_mosaic_gpu(
     """See `pallas_kernels.layer_products.layer_products`."""
     interpreted = interpret is not None
     phases = phases_for(x, weights, gate, tuning, interpreted=interpreted)
-    given = {name: array for name, array in weights._asdict().items() if array is not None}
-    given |= {"attended": attended, "x": x, "counters": counters}
+    given = weights.operands | {"attended": attended, "x": x, "counters": counters}
     made = results_of(x, phases)
     config = functools.partial(
         Config, tokens=len(x), tuning=tuning, eps=eps, offset=offset, interpreted=interpreted
@@ -62,9 +63,11 @@ def phases_for(
 ) -> tuple[Phase, ...]:
     """Raises ValueError for weights that `tuning` cannot cut."""
     tokens, (depth, width, inner, heads) = len(x), weights.columns
-    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % STEP:
+    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % tuning.step:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
     phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
+    if weights.fp8 != tuning.fp8:
+        raise ValueError(f"weights {'' if weights.fp8 else 'not '}in FP8: {tuning} is for others")
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
     if most > tuning.ctas:
         raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
@@ -111,6 +114,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
 
     def body(weights_s: Any, tokens_s: Any, out_s: Any, *slots: Any) -> None:
         wg = lax.axis_index("wg")
+        slots, spare = slots[:4], slots[4:]
 
         def registers(count: int, action: Any) -> None:
             if wgs == 2:
@@ -119,7 +123,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots)
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *spare)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
@@ -131,18 +135,20 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
             registers(LOADING, "decrease")
             load_tokens(cfg, refs, cta, tokens_s, *slots[2:])
 
-    pl.run_scoped(body, *memory(cfg, dtype), *barriers(cfg), collective_axes="wg")
+    spare = [plgpu.SMEM((wgs, TILE, TILE), dtype)] * (cfg.interpreted and cfg.tuning.fp8)
+    pl.run_scoped(body, *memory(cfg, dtype), *barriers(cfg), *spare, collective_axes="wg")
 
 
 def memory(cfg: Config, dtype: Any) -> list[Any]:
     """Shared memory of weights, tokens and what is stored."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     wgs, tuning = cfg.warpgroups, cfg.tuning
+    read_on = 0 if tuning.fp8 else wgs * TOKENS - cfg.slot_rows
     return [
-        plgpu.SMEM((tuning.weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
-        plgpu.SMEM(
-            (tuning.token_slots * cfg.slot_rows + wgs * TOKENS - cfg.slot_rows, STEP), dtype, transforms=tiled
-        ),
+        plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)
+        if tuning.fp8  # as they are packed
+        else plgpu.SMEM((tuning.weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
+        plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled),
         plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled),
     ]
 
@@ -162,7 +168,8 @@ def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], int
     known = dict(given)
     for cfg in configs:
         (phase,) = cfg.phases
-        used = {name: known[name] for name in (phase.source, phase.weights, "x")}
+        scales = [scales_of(phase.weights)] * cfg.tuning.fp8
+        used = {name: known[name] for name in (phase.source, phase.weights, "x", *scales)}
         known |= _call(cfg, used, {phase.out: made[phase.out]}, interpret)
         if phase.addition:
             known |= _added_up(cfg, phase, phase.addition, known, made, interpret)

@@ -6,11 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning, splits
 
 i32 = jnp.int32
 STRIDE = 32  # of counters, so that each has a cache line
+HALVES = COLUMNS // TILE  # of a tile's columns, where weights are in FP8
 ATTENDED = 6 * STRIDE  # place of the counter of CTAs whose attention is done, if that is a part of the kernel
 COUNTERS = 7 * STRIDE
 
@@ -55,6 +57,7 @@ class Phase:
     gate: Gate | None = None
     splits: int = 1
     addition: Addition | None = None
+    step: int = STEP  # of the depth
 
     @property
     def pieces(self) -> int:
@@ -92,7 +95,9 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """That compute."""
+        """That compute: each has some of the tokens, or of weights in FP8 some of a tile's columns."""
+        if self.tuning.fp8:
+            return HALVES
         return -(-self.tokens // TOKENS)
 
     @property
@@ -101,7 +106,7 @@ class Config:
 
         The interpreter would see a race in that.
         """
-        return self.warpgroups * TOKENS if self.interpreted else -(-self.tokens // 8) * 8
+        return -(-self.tokens // TOKENS) * TOKENS if self.interpreted else -(-self.tokens // 8) * 8
 
     @property
     def last(self) -> int:
@@ -133,7 +138,7 @@ class Share:
     @classmethod
     def of(cls, phase: Phase, cta: Any) -> "Share":
         tile, split = lax.rem(cta, i32(phase.tiles)), lax.div(cta, i32(phase.tiles))
-        first, end = (lax.div((split + n) * (phase.depth // STEP), i32(phase.splits)) for n in (0, 1))
+        first, end = (lax.div((split + n) * (phase.depth // phase.step), i32(phase.splits)) for n in (0, 1))
         active = cta < phase.ctas
         return cls(tile, split, first, jnp.where(active, end - first, 0), active)
 
@@ -150,11 +155,13 @@ def phases_of(
         number: int, source: str, weights: str, depth: int, columns: int, then: Addition | None
     ) -> Phase:
         parts = splits(depth, columns, tuning.ctas)
-        return Phase(number, source, weights, f"{weights}_parts", depth, columns, splits=parts, addition=then)
+        return Phase(
+            number, source, weights, f"{weights}_parts", depth, columns, None, parts, then, tuning.step
+        )
 
     phases = (
         product(0, "attended", "out", attended, width, after_out),
-        Phase(1, "h", "gate_up", "opened", width, inner, gate=gate),
+        Phase(1, "h", "gate_up", "opened", width, inner, gate, step=tuning.step),
         product(2, "opened", "down", inner, width, after_down),
     )
     return (*phases, product(3, "h_next", "heads", width, heads, None)) if heads else phases

@@ -5,9 +5,17 @@ import functools
 import jax
 
 from pallas_kernels.dense_products.reference import dense_products_reference
+from pallas_kernels.fp8_products import Fp8Weights, fp8_products_reference
 from pallas_kernels.gates import Gate
-from pallas_kernels.layer_products.weights import LayerWeights
+from pallas_kernels.layer_products.weights import LayerWeights, Matrix
 from pallas_kernels.norms import rms_norm
+
+
+def times(x: jax.Array, matrix: Matrix, gate: Gate | None = None) -> jax.Array:
+    """Of floats, or of weights in FP8."""
+    if isinstance(matrix, Fp8Weights):
+        return fp8_products_reference(x, matrix, gate=gate)
+    return dense_products_reference(x, matrix, gate=gate)
 
 
 def layer_products_reference(
@@ -22,7 +30,7 @@ def layer_products_reference(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `layer_products`; the arrays may have any float dtype."""
     del counters
-    w, times = weights, dense_products_reference
+    w = weights
     norm = functools.partial(rms_norm, eps=eps, offset=offset)
     added = times(attended, w.out)
     x = x + (added if w.out_post is None else norm(added, w.out_post))

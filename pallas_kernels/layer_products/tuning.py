@@ -8,7 +8,7 @@ from pallas_kernels.support import measured_on, num_sms, record_for
 
 TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
 COLUMNS = 128  # of a tile: with fewer the memory gives shorter stretches of rows, and less
-STEP = 64  # of the depth, that a step loads
+STEP = 64  # of the depth, that a step loads; of weights in FP8 twice as many, the same bytes
 MULTIPLE = 8  # of tokens, if there are more: rows of a tile of shared memory
 MOST_TOKENS = 128
 LEAST_STEPS = 4  # of a split
@@ -25,6 +25,14 @@ class Tuning:
     # Loads of weights under way: more make others wait, and what barriers store and read.
     ahead: int = 3
     early: int = 2  # the same for products that have not begun
+    fp8: bool = (
+        False  # weights: two warpgroups share a tile of them, whose bytes are made numbers in registers
+    )
+
+    @property
+    def step(self) -> int:
+        """Of the depth."""
+        return 2 * STEP if self.fp8 else STEP
 
     def __post_init__(self) -> None:
         if self.weight_slots < 4 or self.token_slots < 2:
@@ -41,32 +49,44 @@ class Generation:
 
     least_ctas: float = 0.45  # of the multiprocessors, that have work in every product
     least_weights: int = 7 << 23  # numbers
+    most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
 
 
 TUNING = {"9.0": Generation()}
 
 
-def can_take(tokens: int) -> bool:
-    """Whether the kernel can have so many."""
-    return 1 <= tokens <= MOST_TOKENS and (tokens <= MULTIPLE or tokens % MULTIPLE == 0)
+def can_take(tokens: int, fp8: bool = False) -> bool:
+    """Whether the kernel can have so many, of FP8 weights one warpgroup's at most."""
+    return 1 <= tokens <= (TOKENS if fp8 else MOST_TOKENS) and (tokens <= MULTIPLE or tokens % MULTIPLE == 0)
 
 
 def tuning_for(
-    tokens: int, attended: int, width: int, inner: int, heads: int, device: jax.Device | None = None
+    tokens: int,
+    attended: int,
+    width: int,
+    inner: int,
+    heads: int,
+    device: jax.Device | None = None,
+    *,
+    fp8: bool = False,
 ) -> Tuning | None:
     """Of layers with so many numbers from attention, in the residual stream, behind the gates and of heads, for each token.
+
+    `fp8`: the weights are.
 
     None where the kernel cannot cut its matrices, or products by themselves may be faster.
     """
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
     ctas = num_sms()
-    if not measured_on(generation.kinds, device) or not can_take(tokens) or tokens > ctas:
+    if not measured_on(generation.kinds, device) or not can_take(tokens, fp8) or tokens > ctas:
         return None
-    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
+    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % (2 * STEP if fp8 else STEP):
         return None
     if (attended + 3 * inner + heads) * width < generation.least_weights:
+        return None
+    if fp8 and tokens > generation.most_fp8:
         return None
     cut = [(attended, width), (inner, width)] + [(width, heads)] * (heads > 0)
     used = [inner // COLUMNS, *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
@@ -74,14 +94,19 @@ def tuning_for(
         return None
     few = tokens <= TOKENS
     return Tuning(
-        ctas=ctas, weight_slots=11 if few else 8, token_slots=token_slots(tokens), early=2 if few else 1
+        ctas=ctas,
+        weight_slots=10 if fp8 else 11 if few else 8,
+        token_slots=token_slots(tokens, fp8),
+        early=2 if few else 1,
+        fp8=fp8,
     )
 
 
-def token_slots(tokens: int) -> int:
+def token_slots(tokens: int, fp8: bool = False) -> int:
     """As many as there is room for: the latency of their loads is what a product begins with."""
     room = (4 if tokens <= TOKENS else 10) * TOKENS
-    return min(room // (-(-tokens // MULTIPLE) * MULTIPLE), MOST_TOKEN_SLOTS)
+    steps = min(room // (-(-tokens // MULTIPLE) * MULTIPLE), MOST_TOKEN_SLOTS)
+    return steps // 2 if fp8 else steps
 
 
 def splits(depth: int, columns: int, ctas: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 import tangram_jax as tj
 from benchmarks.decode_step import on_any_gpu, without
 from benchmarks.shapes import SHAPES
+from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
 from pallas_kernels import decode_layer, layer_products
 
@@ -38,7 +39,9 @@ def steps(config, params):
     return jnp.stack(logits), cache
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"weights_fp8": True}], ids=str
+)
 def test_steps_of_whole_layers(changes):
     """Weights as in a model: norms are no ones, and each layer adds as much as there is."""
     config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, **changes)
@@ -46,7 +49,8 @@ def test_steps_of_whole_layers(changes):
 
     def draw(spec):
         scale = config.hidden_size**-0.5 if len(spec.shape) > 1 else 0.3
-        return jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
+        array = jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
+        return quantised(array, spec) if spec.fp8 else array
 
     params = map_specs(draw, param_specs(config))
     outs = []

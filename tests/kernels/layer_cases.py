@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
+from pallas_kernels import fp8_products as fp8
 from pallas_kernels import layer_products as lp
 from pallas_kernels.gates import Gate
 from tests.kernels.expert_cases import relative_error
@@ -26,6 +27,7 @@ class Case:
     offset: float = 0.0
     dtype: str = "bfloat16"
     post_norms: bool = False
+    fp8: bool = False
 
     def arrays(self, zeros: bool = False) -> tuple[jax.Array, jax.Array, lp.LayerWeights]:
         """Attention's result, the residual stream and weights."""
@@ -36,7 +38,10 @@ class Case:
                 return jnp.zeros(shape, self.dtype)
             return jnp.asarray(rng.standard_normal(shape) * scale, self.dtype)
 
-        def matrix(depth: int, columns: int) -> jax.Array:
+        def matrix(depth: int, columns: int) -> Any:
+            if self.fp8:
+                weights = fp8.random(rng, depth, columns, depth**-0.5)
+                return weights._replace(scales=weights.scales * rng.uniform(0.5, 1.5, columns))
             return draw(depth, columns, scale=depth**-0.5)
 
         width, inner = self.width, self.inner
@@ -56,6 +61,11 @@ def columns_of(config: ModelConfig) -> tuple[int, int, int, int]:
     return queries, config.hidden_size, config.intermediate_size, queries + 2 * kv
 
 
+def in_float32(array: jax.Array) -> jax.Array:
+    """But for codes."""
+    return array if jnp.issubdtype(array.dtype, jnp.integer) else array.astype(jnp.float32)
+
+
 def check_layer(case: Case, tuning: lp.Tuning | None = None, interpret: Any = None, repeats: int = 0) -> None:
     """The kernel against float32 products of the same numbers, and as often the same bits."""
     arrays = case.arrays()
@@ -66,7 +76,7 @@ def check_layer(case: Case, tuning: lp.Tuning | None = None, interpret: Any = No
         )
     )
     outs = run(*arrays)
-    exact = lp.layer_products_reference(*jax.tree.map(lambda a: a.astype(jnp.float32), arrays), **how)
+    exact = lp.layer_products_reference(*jax.tree.map(in_float32, arrays), **how)
     assert (outs[1] is None) == (case.heads == 0)
     for out, expected, columns in zip(outs, exact, (case.width, case.heads), strict=True):
         if out is not None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 SMS = num_sms()
 FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4)
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
+FP8 = dataclasses.replace(FEW, weight_slots=10, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 
 
@@ -39,6 +40,21 @@ LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gem
 )
 def test_layers_of_models(case, tokens):
     check_layer(dataclasses.replace(case, tokens=tokens), FEW if tokens <= 64 else MANY, repeats=10)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40, 64])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, *LLAMA),
+        Case(0, *GEMMA, gate="gelu", offset=1.0, post_norms=True),
+        Case(0, *QWEN),
+        Case(0, 640, 512, 1536),
+    ],
+    ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small"],
+)
+def test_layers_in_fp8(case, tokens):
+    check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), FP8, repeats=10)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-12b"])

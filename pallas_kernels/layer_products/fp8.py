@@ -1,0 +1,92 @@
+"""A phase's product with FP8 weights: these are the left operand, made bfloat16 in registers, and the tokens the right one.
+
+So sums have a column of the weights in each row. They are turned round as they are stored.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.fp8_products.device_ops import unpack
+from pallas_kernels.fp8_products.packing import TILE
+from pallas_kernels.gates import gated
+from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products.phases import Config, Phase, Share
+from pallas_kernels.layer_products.tuning import COLUMNS
+from pallas_kernels.layer_products.weights import scales_of
+from pallas_kernels.left_operand import store_transposed
+from pallas_kernels.stores import put
+
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+f32 = jnp.float32
+
+
+def product(
+    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, turns: tuple[Any, Any], weights: Any,
+    tokens: Any, out_s: Any, spare: Any = None,
+) -> None:  # fmt: skip
+    """As `compute` has it of floats, a warpgroup's columns of a tile for all tokens. `weights`, `tokens`: `Slots`."""
+    turn, token_turn = turns
+    rows, pieces = cfg.slot_rows, range(phase.pieces)
+    spare = None if spare is None else spare.at[wg]
+
+    def columns_of(piece: int) -> Any:
+        first = (piece * phase.tiles + share.tile) * COLUMNS + wg * TILE
+        return pl.ds(pl.multiple_of(first, TILE), TILE)
+
+    def scales_of_columns(piece: int) -> jax.Array:
+        source = refs[scales_of(phase.weights)].at[columns_of(piece)]
+        return plgpu.load(source, layout=BY_ROW, optimized=False)
+
+    scales = [
+        scales_of_columns(piece) for piece in pieces
+    ]  # before the products: what follows these is waited for
+
+    def release(step: Any, when: Any = True) -> None:
+        for piece in pieces:
+            weights.release(turn + step * phase.pieces + piece, when)
+        tokens.release(token_turn + step, when)
+
+    def products(*accs: Any) -> tuple[jax.Array, ...]:
+        def one(step: Any, nothing: Any) -> None:
+            given = tokens.wait(token_turn + step)
+            for piece, acc in enumerate(accs):
+                held = weights.wait(turn + step * phase.pieces + piece)
+                for deep in range(
+                    phase.step // TILE
+                ):  # so their number is even: the next step's have others' registers
+                    codes = held.at[wg, pl.ds(deep, 1)]
+                    right = given.at[:, pl.ds(deep * TILE, TILE)].transpose((1, 0))
+                    plgpu.wgmma(acc, unpack(codes, spare, narrow=False), right)
+                    plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
+                    if piece + deep == 0:  # what the step before has issued is done
+                        release(jnp.maximum(step - 1, 0), step > 0)
+
+        lax.fori_loop(0, share.steps, one, None)
+        plgpu.wgmma_wait(0)
+        release(share.steps - 1)
+        return tuple(acc[...] for acc in accs)
+
+    sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * phase.pieces)
+    results = [
+        each * lax.broadcast_in_dim(factors, each.shape, [0])
+        for each, factors in zip(sums, scales, strict=True)
+    ]
+    out = refs[phase.out]
+    if phase.gate is None:
+        place = out.at[share.split, pl.ds(0, rows), columns_of(0)]
+        if cfg.interpreted:
+            put(place, results[0].T)
+        else:
+            device_ops.store_columns(results[0], place, cfg.tokens)
+        return
+    gates, values = (result.astype(out_s.dtype).astype(f32) for result in results)
+    opened, opened_s = gated(gates, values, phase.gate).astype(out_s.dtype), out_s.at[pl.ds(0, rows)]
+    store_transposed(opened, opened_s, interpreted=cfg.interpreted)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(opened_s, out.at[pl.ds(0, rows), columns_of(0)])
+    plgpu.wait_smem_to_gmem(0)
