@@ -162,11 +162,14 @@ def end_of_layer(
 
 
 def ended(
-    attended: Float[Array, "T A"], end: EndOfLayer
-) -> tuple[Float[Array, "T E"], Float[Array, "T H"] | None]:
-    """The residual stream after a layer's other products, and the following layer's heads, by one kernel."""
+    attended: Float[Array, "T A"], end: EndOfLayer, in_parts: bool
+) -> tuple[Float[Array, "T E"], Float[Array, "T H"] | Float[Array, "splits rows H"] | None]:
+    """The residual stream after a layer's other products, and the following layer's heads, by one kernel.
+
+    `in_parts`: these are still to be added up.
+    """
     return layer_products.layer_products(
-        attended, end.x, end.weights, end.counters, **end.how, tuning=end.tuning
+        attended, end.x, end.weights, end.counters, **end.how, tuning=end.tuning, in_parts=in_parts
     )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models import whole_layers
 from models.config import ModelConfig
 from models.experts import expert_mlp
+from models.made_heads import LayerHeads, making
 from models.params import Params
 from models.products import added_norm, end_of_layer, ended, gated_product, has_layer_kernel, product
 from models.rope import rope_tables, rotate
@@ -98,6 +99,18 @@ def _attention_inputs(
 
 
 @partial(jax.jit, static_argnames="config")
+def _heads_product(
+    layer_params: Params, x: Array, added: Array | Share | None, config: ModelConfig
+) -> tuple[Array, Array]:
+    """(x + added, the product [1, T, H] of which attention makes its heads)."""
+    with jax.named_scope("attn_norm"):
+        x, h = added_norm(x, added, layer_params["attn_norm"], layer_params["qkv"], config)
+    with jax.named_scope("qkv"):
+        columns = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+        return x, product(h, layer_params["qkv"], (columns,), config)[None]
+
+
+@partial(jax.jit, static_argnames=("config", "in_parts"))
 def _after_attention(
     layer_params: Params,
     following: Params | None,
@@ -107,12 +120,16 @@ def _after_attention(
     links: Array | None,
     counters: Array | None,
     config: ModelConfig,
+    in_parts: bool,
 ) -> tuple[Array, Array | Share | None, Array | None]:
-    """(x, what is to be added to it, the following layer's heads). `counters`: of `end_of_layer`, or there is none."""
+    """(x, what is to be added to it, the following layer's heads).
+
+    `counters`: of `end_of_layer`, or there is none. `in_parts`: see `ended`.
+    """
     h = attended.reshape(x.shape[0], -1).astype(x.dtype)
     if counters is not None:
         with jax.named_scope("end_of_layer"):
-            x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config))
+            x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config), in_parts)
         return x, None, heads
     with jax.named_scope("attn_out"):
         added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
@@ -211,12 +228,21 @@ def forward(
     if counters is not None and (whole := whole_layers.reaching(attend, x, config)):
         x, state = whole_layers.run(layers, x, rope, sliding_rope, whole, state, counters, config)
         layers = []
+    makes_heads = making(attend, config)
+    of_layers = LayerHeads(config, x.dtype, rope, sliding_rope) if makes_heads else None
     for layer, layer_params in enumerate(layers):
         with jax.named_scope(f"layer_{layer}"):
-            cos, sin = sliding_rope if layer in config.sliding_layers else rope
-            x, q, k, v = _attention_inputs(layer_params, x, added, heads, cos, sin, config)
+            if makes_heads and of_layers:
+                if heads is None:
+                    x, heads = _heads_product(layer_params, x, added, config)
+                made = of_layers.of_layer(layer, layer_params, heads), of_layers.made
+            else:
+                cos, sin = sliding_rope if layer in config.sliding_layers else rope
+                x, q, k, v = _attention_inputs(layer_params, x, added, heads, cos, sin, config)
             with jax.named_scope("attend"):
-                if config.attention_sinks:
+                if makes_heads:
+                    attended, state = makes_heads.of_heads(state, layer, *made, layer_params.get("sinks"))
+                elif config.attention_sinks:
                     attended, state = attend(state, layer, q, k, v, sinks=layer_params["sinks"])
                 else:
                     attended, state = attend(state, layer, q, k, v)
@@ -224,7 +250,7 @@ def forward(
             if counters is not None and layer + 1 < len(layers):
                 following = {name: layers[layer + 1][name] for name in ("attn_norm", "qkv")}
             x, added, heads = _after_attention(
-                layer_params, following, x, attended, there, links, counters, config
+                layer_params, following, x, attended, there, links, counters, config, makes_heads is not None
             )
     x = x if added is None else x + _whole(added, config)
     if logits_at is not None:

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from models.config import ModelConfig
+from models.made_heads import LayerHeads, Rope
 from models.params import Params
 from models.products import EndOfLayer, end_of_layer, layer_tuning, product
 from pallas_kernels import decode_layer
-from pallas_kernels.decode_layer import Heads, Made, parts_of, rope_of
+from pallas_kernels.decode_layer import Heads, Made, parts_of
 from pallas_kernels.layer_products import Tuning
 from pallas_kernels.norms import rms_norm
-
-Rope = tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]
 
 
 @runtime_checkable
@@ -56,23 +55,17 @@ def run(
     """(the residual stream after all layers, state)."""
     tuning = layer_tuning(len(x), config)
     assert tuning is not None
-    made = Made(config.num_kv_heads, str(x.dtype), config.norm_eps, config.norm_offset)
-    columns = config.num_kv_heads * (config.group_size + 2) * config.head_dim
+    of_layers = LayerHeads(config, x.dtype, rope, sliding_rope)
     with jax.named_scope("heads"):
         normed = rms_norm(x, layers[0]["attn_norm"], config.norm_eps, config.norm_offset)
-        heads = product(normed, layers[0]["qkv"], (columns,), config)
-        parts = parts_of(heads.astype(jnp.float32), x.shape[1], tuning)
-    turned, sliding_turned = rope_of(*rope), rope_of(*sliding_rope)
+        first = product(normed, layers[0]["qkv"], (of_layers.columns,), config)
+        parts = parts_of(first.astype(jnp.float32), x.shape[1], tuning)
     for layer, params in enumerate(layers):
         last = layer + 1 == len(layers)
         end = end_of_layer(params, params if last else layers[layer + 1], x, counters, config)
         end = end._replace(last=last)
-        of_layer = Heads(parts, sliding_turned if layer in config.sliding_layers else turned)
-        if config.qkv_bias:
-            of_layer = of_layer._replace(bias=params["qkv_bias"].reshape(-1))
-        if config.qk_norm:
-            of_layer = of_layer._replace(q_norm=params["q_norm"], k_norm=params["k_norm"])
+        heads = of_layers.of_layer(layer, params, parts)
         with jax.named_scope(f"layer_{layer}"):
             sinks = params["sinks"] if config.attention_sinks else None
-            (x, parts), state = attend.to_the_end(state, layer, of_layer, made, sinks, end)
+            (x, parts), state = attend.to_the_end(state, layer, heads, of_layers.made, sinks, end)
     return x, state

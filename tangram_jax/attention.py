@@ -123,6 +123,17 @@ class DecodeAttention:
             return self._kernel(layer, qkv, sinks)
         return decode_attention(qkv, self._pages.of_layer(layer), self._logits, sinks, self._tokens)
 
+    def makes_heads(self) -> bool:
+        """Whether a kernel makes queries, keys and values itself, faster than others do."""
+        return self._kernel is not None and self._kernel.makes_heads()
+
+    def of_heads(
+        self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Where it `makes_heads`: as `decode_attention`, and keys and values [B, K, 2, D] to append."""
+        assert self._kernel is not None
+        return self._kernel.of_heads(layer, heads, made, sinks)
+
     def reaches_the_end(self, tuning: Tuning) -> bool:
         """Whether one kernel goes on with the products of the layer, tuned so."""
         return self._kernel is not None and self._kernel.reaches_the_end(tuning)

@@ -315,6 +315,19 @@ class DecodeKernel:
         )  # fmt: skip
         return out
 
+    def makes_heads(self) -> bool:
+        """See `attention.DecodeAttention`."""
+        return ragged_decode.makes_heads(self._shape, self._pool.dtype, tokens=self._tokens)
+
+    def of_heads(
+        self, layer: int, heads: ragged_decode.Heads, made: ragged_decode.Made, sinks: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `attention.DecodeAttention`."""
+        out, _, new = ragged_decode.ragged_decode(
+            heads, self._pool, self._plan.layer(layer), made=made, sinks=sinks, has_new=True, **self._logits._asdict()
+        )  # fmt: skip
+        return out, new
+
     def reaches_the_end(self, tuning: Tuning) -> bool:
         """See `attention.DecodeAttention`."""
         if self._tokens > 1:

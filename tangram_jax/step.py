@@ -127,6 +127,16 @@ class _Attention:
         joined = out[0] if len(out) == 1 else jnp.concatenate(out)
         return joined.astype(q.dtype).reshape(q.shape), state
 
+    def makes_heads(self) -> bool:
+        """See `models.made_heads.AttendHeads`: where all tokens are those of a decode step."""
+        (part, *others) = self._parts
+        return not others and isinstance(part, DecodeLayers) and part.makes_heads()
+
+    def of_heads(self, state: Any, layer: int, heads: Heads, made: Made, sinks: Any) -> tuple[jax.Array, Any]:
+        """See `models.made_heads.AttendHeads`."""
+        out = self._parts[0].of_heads(layer, heads, made, sinks)
+        return out.reshape(len(out), -1), state
+
     def reaches_the_end(self, tuning: Tuning) -> bool:
         """See `models.whole_layers.AttendToTheEnd`: where all tokens are those of a decode step."""
         (part, *others) = self._parts

@@ -233,10 +233,23 @@ class DecodeLayers(TokenLayers):
             splits = plan.splits(ctas, rings=True)
             self._window_attention = DecodeAttention(shape, dtype, pages, self._logits, splits)
 
+    def _kinds(self) -> list[DecodeAttention]:
+        return [self._attention, *([self._window_attention] if self._plan.rings else [])]
+
+    def makes_heads(self) -> bool:
+        """See `models.made_heads.AttendHeads`."""
+        return all(attention.makes_heads() for attention in self._kinds())
+
+    def of_heads(self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None) -> jax.Array:
+        """Attention of the tokens [T, K, G, D]."""
+        attention, number = self._of(layer)
+        out, new = attention.of_heads(number, heads, made, sinks)
+        self.new.append(new)
+        return out
+
     def reaches_the_end(self, tuning: Tuning) -> bool:
         """See `models.whole_layers.AttendToTheEnd`."""
-        kinds = [self._attention, *([self._window_attention] if self._plan.rings else [])]
-        return all(attention.reaches_the_end(tuning) for attention in kinds)
+        return all(attention.reaches_the_end(tuning) for attention in self._kinds())
 
     def to_the_end(
         self, layer: int, heads: Heads, made: Made, sinks: jax.Array | None, end: EndOfLayer

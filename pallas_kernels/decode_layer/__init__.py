@@ -9,8 +9,7 @@ from pallas_kernels.decode_layer.tuning import TUNING, tuning_for
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products import LayerWeights
 from pallas_kernels.layer_products.tuning import TOKENS, splits
-from pallas_kernels.ragged_decode import DecodePlan
-from pallas_kernels.ragged_decode.heads import Heads, Made, heads_reference, rope_of, shape_of
+from pallas_kernels.ragged_decode import DecodePlan, Heads, Made, heads_reference, rope_of, shape_of
 
 __all__ = [
     "TUNING",

@@ -70,8 +70,11 @@ def layer_products(
     offset: float = 0.0,
     tuning: Tuning | None = None,
     interpret: Any = None,
+    in_parts: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The residual stream [T, E] at the end of a layer, and the next layer's heads [T, H], from attention's result.
+
+    `in_parts`: the heads as f32[splits, rows, H], parts to be added up, in as many rows as T or more.
 
     Args:
       attended: [T, A], bfloat16 or float16 as all others (bfloat16 with matrices in FP8); T as it `can_take`.
@@ -97,8 +100,9 @@ def layer_products(
             f"{len(x)} tokens, a layer of {weights.columns} columns: there is no tuning for these"
         )
     return layer_products_mosaic_gpu(
-        attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, interpret=interpret
-    )
+        attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, interpret=interpret,
+        in_parts=in_parts,
+    )  # fmt: skip
 
 
 def check_shapes(

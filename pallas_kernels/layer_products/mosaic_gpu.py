@@ -30,7 +30,7 @@ PARAMS = plgpu.CompilerParams(approx_math=True)
 Arrays = dict[str, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "eps", "offset", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("gate", "eps", "offset", "tuning", "interpret", "in_parts"))
 def layer_products_mosaic_gpu(
     attended: jax.Array,
     x: jax.Array,
@@ -42,6 +42,7 @@ def layer_products_mosaic_gpu(
     offset: float,
     tuning: Tuning,
     interpret: Any = None,
+    in_parts: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.layer_products.layer_products`."""
     interpreted = interpret is not None
@@ -55,7 +56,11 @@ def layer_products_mosaic_gpu(
         known = _interpreted([config(phases=(phase,)) for phase in phases], given, made, interpret)
     else:
         known = _call(config(phases=phases), given, made)
-    return stream_and_heads(known, x)
+    parts = known.get("heads_parts")
+    if parts is not None and not in_parts:
+        # What reads the heads adds up their parts: a kernel of their sums alone would be one more.
+        parts = parts[:, : len(x)].sum(0).astype(x.dtype)
+    return known["x_new"], parts
 
 
 def phases_for(
@@ -88,13 +93,6 @@ def results_of(x: jax.Array, phases: tuple[Phase, ...]) -> dict[str, jax.ShapeDt
         if phase.addition:
             made |= dict.fromkeys(phase.addition.made, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return made
-
-
-def stream_and_heads(known: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The kernel's results as `layer_products` gives them."""
-    parts = known.get("heads_parts")
-    # What reads the heads adds up their parts: a kernel of their sums alone would be one more.
-    return known["x_new"], None if parts is None else parts[:, : len(x)].sum(0).astype(x.dtype)
 
 
 def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = None) -> Arrays:

@@ -1,29 +1,38 @@
 """Ragged paged decode attention: one or a few tokens per request over a cache whose every head has its own length."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import byte_pages
+from pallas_kernels.ragged_decode.heads import Heads, Made, heads_reference, rope_of, shape_of
 from pallas_kernels.ragged_decode.plan import DecodePlan, plan_decode
 from pallas_kernels.ragged_decode.reference import ragged_decode_reference
 from pallas_kernels.ragged_decode.tuning import DEFAULT, TUNING, Tuning, tuning_for
-from pallas_kernels.support import check_attention
+from pallas_kernels.support import check_attention, measured_on
 
 __all__ = [
     "DEFAULT",
     "TUNING",
     "DecodePlan",
+    "Heads",
+    "Made",
     "Tuning",
     "check_supported",
+    "heads_reference",
+    "makes_heads",
     "max_queries",
     "plan_decode",
     "ragged_decode",
     "ragged_decode_reference",
+    "rope_of",
+    "shape_of",
     "tuning_for",
 ]
 
 
 def ragged_decode(
-    q: jax.Array,
+    q: jax.Array | Heads,
     pool: jax.Array,
     plan: DecodePlan,
     *,
@@ -34,7 +43,8 @@ def ragged_decode(
     tokens: int = 1,
     out_dtype: jax.typing.DTypeLike | None = None,
     tuning: Tuning | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    made: Made | None = None,
+) -> Any:
     """Attention of one token per request, or a few, over its cache entries, for all KV heads of one layer.
 
     The heads may sit in any groups and columns: `plan` knows where. Order among a head's entries does not matter, so a
@@ -42,7 +52,7 @@ def ragged_decode(
 
     Args:
       q: [B, K, G, D] queries after RoPE, bfloat16 or float16; with `has_new` [B, K, G + 2, D], of several tokens
-        [B * S, K, G + 2, D], those of a request one after another.
+        [B * S, K, G + 2, D], those of a request one after another. Or what the kernel makes one token's of.
       pool: [num_pages, 2, Hp, P, D] of the same dtype; all finite, also where nothing was written. Or uint8: pages of bytes
         (`pallas_kernels.byte_pages`), which have more rows than P.
       plan: of this layer: `plan_decode(...).layer(index)`.
@@ -54,10 +64,12 @@ def ragged_decode(
       tokens: S new tokens of each request: each sees the entries, the new tokens before it, and itself.
       out_dtype: of the output; q's by default.
       tuning: by default the device's record.
+      made: how, where `q` are heads to be made (with `has_new`, 16-bit pages and heads of up to `tuning.most_made` numbers).
 
     Returns:
       out [B, K, G, D], and lse f32[B, K, G], the natural log-sum-exp of all logits, sinks and new tokens included; of
-      several tokens [B * S, ...]. Of a head with nothing to attend to: 0 and -inf.
+      several tokens [B * S, ...]. Of a head with nothing to attend to: 0 and -inf. Of heads that were made their keys and
+      values [B, K, 2, D], too, as they are to be appended.
 
     Raises:
       NotImplementedError: naming what no kernel supports; `ragged_decode_reference` takes the same arguments.
@@ -67,14 +79,21 @@ def ragged_decode(
         raise ValueError(
             f"{tokens} tokens of a request see each other: give their keys and values, with `has_new`"
         )
-    rows, kv_heads, group, head_dim = q.shape
+    tuning = tuning or tuning_for()
+    rows, kv_heads, group, head_dim = shape_of(q, made)
     q_shape = rows, kv_heads, group - 2 * has_new, head_dim
-    check_supported(q_shape, q.dtype, pool.shape, pool.dtype, tokens=tokens)
+    dtype = made.dtype if made else q.dtype  # type: ignore[union-attr]
+    check_supported(q_shape, dtype, pool.shape, pool.dtype, tokens=tokens)
+    if made and (tokens > 1 or byte_pages.is_bytes(pool.dtype) or head_dim > tuning.most_made):
+        raise NotImplementedError(
+            f"{tokens} tokens of a request, {pool.dtype} pages and heads of {head_dim}: the kernel makes heads of up to "
+            f"{tuning.most_made} numbers, of one token, beside 16-bit pages"
+        )
     from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 
     return ragged_decode_mosaic_gpu(
         q, pool, plan, scale=scale, soft_cap=soft_cap, sinks=sinks,
-        has_new=has_new, tokens=tokens, out_dtype=out_dtype, tuning=tuning or tuning_for(),
+        has_new=has_new, tokens=tokens, out_dtype=out_dtype or dtype, tuning=tuning, made=made,
     )  # fmt: skip
 
 
@@ -95,6 +114,20 @@ def check_supported(
     by_request = rows // tokens, kv_heads, tokens * group, head_dim
     most = max_queries(head_dim, pool_dtype)
     check_attention(by_request, q_dtype, pool_shape, pool_dtype, device=device, generations=TUNING, most=most)
+
+
+def makes_heads(
+    q_shape: tuple[int, ...],
+    pool_dtype: jax.typing.DTypeLike,
+    *,
+    tokens: int = 1,
+    device: jax.Device | None = None,
+) -> bool:
+    """Whether it is faster if the kernel makes heads itself; q_shape and tokens as for `check_supported`."""
+    device = jax.devices()[0] if device is None else device
+    tuning = tuning_for(device)
+    can = tokens == 1 and q_shape[-1] <= tuning.most_made and not byte_pages.is_bytes(pool_dtype)
+    return can and q_shape[0] <= tuning.most_rows_made and measured_on(tuning.kinds_made, device)
 
 
 def max_queries(head_dim: int, pool_dtype: jax.typing.DTypeLike) -> int:

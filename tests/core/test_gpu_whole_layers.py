@@ -1,6 +1,7 @@
-"""On a Hopper GPU: steps whose layers are one kernel each, against those with two."""
+"""On a Hopper GPU: steps whose layers are one kernel each, or whose attention makes the heads, against other ways."""
 
 import contextlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from benchmarks.decode_step import on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
-from pallas_kernels import decode_layer, layer_products
+from pallas_kernels import decode_layer, layer_products, ragged_decode
 
 pytestmark = pytest.mark.gpu
 ROWS, TOKENS, STEPS = 5, 300, 3
@@ -20,8 +21,8 @@ ROWS, TOKENS, STEPS = 5, 300, 3
 
 def steps(config, params):
     """(Logits of decode steps of some requests after prompts, the cache)."""
-    profile = tj.BudgetProfile.uniform(config.num_layers, config.num_kv_heads, 0.5)
-    plan = tj.CachePlan.build(profile, 4, 64)
+    profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
+    plan = tj.CachePlan.build(profile, 4, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
     cache = tj.init_cache(
         plan, config, num_pages=600, max_requests=ROWS, max_tokens=512, max_tail=64, dtype=jnp.bfloat16
     )
@@ -45,14 +46,7 @@ def steps(config, params):
 def test_steps_of_whole_layers(changes):
     """Weights as in a model: norms are no ones, and each layer adds as much as there is."""
     config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, **changes)
-    keys = iter(jax.random.split(jax.random.key(0), 100))
-
-    def draw(spec):
-        scale = config.hidden_size**-0.5 if len(spec.shape) > 1 else 0.3
-        array = jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
-        return quantised(array, spec) if spec.fp8 else array
-
-    params = map_specs(draw, param_specs(config))
+    params = weights_of(config)
     outs = []
     for whole in (True, False):
         with contextlib.ExitStack() as stack:
@@ -60,7 +54,42 @@ def test_steps_of_whole_layers(changes):
             stack.enter_context(on_any_gpu(decode_layer.TUNING) if whole else without(decode_layer))
             of = config.replace(name=f"{config.name}, {whole} {changes}")
             outs.append(steps(of, params))
-    (logits, cache), (expected, other) = outs
+    check_same(*outs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ("llama-3.1-8b", {"qkv_bias": True}),
+        ("llama-3.1-8b", {"weights_fp8": True}),
+        ("qwen3-30b-a3b", {"num_experts": 16}),
+        ("gpt-oss-20b-bf16", {"num_experts": 8, "sliding_layers": (0, 2)}),
+    ],
+    ids=str,
+)
+def test_steps_with_heads_made(shape, changes):
+    config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
+    params, outs = weights_of(config), []
+    for made in (True, False):
+        with without(decode_layer), mock.patch.object(ragged_decode, "makes_heads", return_value=made):
+            outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
+    check_same(*outs)
+
+
+def weights_of(config):
+    """As in a model: norms are no ones."""
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+
+    def draw(spec):
+        scale = config.hidden_size**-0.5 if len(spec.shape) > 1 else 0.3
+        array = jax.random.normal(next(keys), spec.shape, jnp.bfloat16) * scale + (len(spec.shape) == 1)
+        return quantised(array, spec) if spec.fp8 else array
+
+    return map_specs(draw, param_specs(config))
+
+
+def check_same(got, wanted):
+    (logits, cache), (expected, other) = got, wanted
     assert jnp.linalg.norm(logits - expected) < 0.03 * jnp.linalg.norm(expected)
     pools = cache.pool.astype(jnp.float32), other.pool.astype(jnp.float32)
     assert jnp.linalg.norm(pools[0] - pools[1]) < 0.02 * jnp.linalg.norm(pools[1])

@@ -178,7 +178,7 @@ def test_a_model_has_it_for_dense_layers(small_weights, monkeypatch, changes, to
         expected = logits(params)
     given = []
 
-    def instead(attended, x, weights, counters, *, tuning, **how):
+    def instead(attended, x, weights, counters, *, tuning, in_parts, **how):
         given.append(weights.heads is not None)
         return lp.layer_products_reference(attended, x, weights, **how)
 
