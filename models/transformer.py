@@ -120,7 +120,7 @@ def _after_attention(
     links: Array | None,
     counters: Array | None,
     config: ModelConfig,
-    in_parts: bool,
+    in_parts: bool = False,
 ) -> tuple[Array, Array | Share | None, Array | None]:
     """(x, what is to be added to it, the following layer's heads).
 
