@@ -204,8 +204,7 @@ def check_real_weights_in_fp8() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        "check_ragged",
-        "check_linked",  # with what `check_gpt_oss` has, too
+        "check_linked",  # with what `check_ragged` and `check_gpt_oss` have; `test_engine_parallel` links nothing
         "check_the_pool_stays",
     ],
 )
@@ -220,6 +219,7 @@ def test_on_simulated_devices(function):
         "check_fp8",
         "check_gpt_oss",
         "check_packed_experts",
+        "check_ragged",
         "check_ragged_on_four",
         "check_padded_real_weights",
         "check_real_weights_in_fp8",

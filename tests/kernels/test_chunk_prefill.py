@@ -228,6 +228,7 @@ def test_shapes_in_the_interpreter(shape):
     check_interpreted(make_case([[130]], 16, **shape))
 
 
+@pytest.mark.slow
 def test_three_places_for_blocks_in_the_interpreter():
     """Their number need be no power of two."""
     check_interpreted(make_case([[400]], 16, group=4, head_dim=64), cp.Tuning(num_ctas=1, stages=3))
@@ -238,6 +239,7 @@ def test_requests_in_the_interpreter():
     check_interpreted(make_case([[129], [5]], 56, starts=[0, 8], sizes=[3, 47], group=4, head_dim=64))
 
 
+@pytest.mark.slow
 def test_a_window_that_hides_whole_blocks_in_the_interpreter():
     check_interpreted(make_case([[3]], 300, group=1, head_dim=64, window=20))
 

@@ -143,7 +143,9 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
         assert bool(stats.accepted_tokens_total) == bool(case.drafts)
 
 
-@pytest.mark.parametrize("name", ["failing steps", "rings", pytest.param("drafts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["failing steps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rings", "drafts"))]
+)
 def test_random_requests(name, monkeypatch):
     check(CASES[name], 0, 10, monkeypatch)
 

@@ -50,13 +50,13 @@ def test_a_connection_without_a_request_is_closed(served, monkeypatch, after, se
 
 def test_requests_may_take_longer_than_their_heads(served, monkeypatch):
     """In their bodies and in their answers, one after another and two at once."""
-    monkeypatch.setattr("serve.connections._HEAD_SECONDS", 1.0)
-    served.script("hello", delay=0.4)
+    monkeypatch.setattr("serve.connections._HEAD_SECONDS", 0.5)
+    served.script("hello", delay=0.15)
     body = '{"prompt": "a"}'
     with connect(served) as client:
         for _ in range(2):
             client.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode())
-            time.sleep(1.5)
+            time.sleep(0.7)
             client.sendall(body.encode())
             head, answer = read_answer(client)
             assert head.startswith("HTTP/1.1 200") and '"text":"hello"' in answer
