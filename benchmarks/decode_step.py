@@ -10,6 +10,9 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
+  python -m benchmarks.decode_step --fp8 --xla-products
+                                                   with a kernel of its own for each FP8 product, too
+  python -m benchmarks.decode_step --heads-apart   with heads rotated before attention, not in it, too
   python -m benchmarks.decode_step --apart         with kernels of their own for attention and a layer's products, too
   python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
@@ -42,7 +45,7 @@ from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
-from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products
+from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode
 from pallas_kernels.expert_products import mxfp4
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -52,7 +55,8 @@ TAIL = 64  # tokens that each row has pages for beside those that it begins with
 IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
-PRODUCTS = (layer_products, dense_products)  # kernels for 16-bit weights
+PRODUCTS = (layer_products, dense_products)  # kernels beside those of one FP8 product
+HEADS_APART = partial(mock.patch.object, ragged_decode, "makes_heads", return_value=False)
 
 
 @contextlib.contextmanager
@@ -270,7 +274,9 @@ def main() -> None:
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")
     parser.add_argument(
-        "--xla-products", action="store_true", help="each case once more with XLA's products alone"
+        "--xla-products",
+        action="store_true",
+        help="each case once more with XLA's products alone, or those with FP8 weights each by itself",
     )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
@@ -280,12 +286,17 @@ def main() -> None:
         help="each case once more, with kernels of their own for a layer's attention and its products",
     )
     parser.add_argument(
+        "--heads-apart",
+        action="store_true",
+        help="each case once more with other kernels for heads, where attention makes them",
+    )
+    parser.add_argument(
         "--any-gpu", action="store_true", help="kernels that were not measured on this GPU, too"
     )
     args = parser.parse_args()
-    if (args.xla_products or args.apart) and (args.drafts or args.bytes or args.fp8):
+    if (args.xla_products or args.apart or args.heads_apart) and (args.drafts or args.bytes):
         parser.error(
-            "--xla-products and --apart are compared with nothing else: leave out --drafts, --bytes and --fp8"
+            "--xla-products, --apart and --heads-apart are compared with nothing else: leave out --drafts and --bytes"
         )
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
@@ -304,8 +315,9 @@ def main() -> None:
             ways: list[tuple[str, Any]] = [("", contextlib.nullcontext)]
             ways += [("XLA", partial(without, *PRODUCTS))] * args.xla_products
             ways += [("apart", partial(without, decode_layer))] * args.apart
-            variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], ways)
-            for dtype, drafts, (way, context) in variants:
+            ways += [("heads apart", HEADS_APART)] * args.heads_apart
+            variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], enumerate(ways))
+            for dtype, drafts, (number, (way, context)) in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
                     with contextlib.ExitStack() as stack:
@@ -318,7 +330,7 @@ def main() -> None:
                     row = case | {"error": str(error)[:300]}
                 if way:
                     row["products"] = way
-                before = rows[-1 - (way == "apart" and args.xla_products)] if drafts or way else {}
+                before = rows[-number if way else -1] if drafts or way else {}
                 if {"ms"} <= row.keys() & before.keys():
                     row["times as long"] = round(row["ms"] / before["ms"], 3)
                 elif (

@@ -42,9 +42,8 @@ def product(
         source = refs[scales_of(phase.weights)].at[columns_of(piece)]
         return plgpu.load(source, layout=BY_ROW, optimized=False)
 
-    scales = [
-        scales_of_columns(piece) for piece in pieces
-    ]  # before the products: what follows these is waited for
+    # Before the products: what follows these is waited for.
+    scales = [scales_of_columns(piece) for piece in pieces]
 
     def release(step: Any, when: Any = True) -> None:
         for piece in pieces:
@@ -56,9 +55,8 @@ def product(
             given = tokens.wait(token_turn + step)
             for piece, acc in enumerate(accs):
                 held = weights.wait(turn + step * phase.pieces + piece)
-                for deep in range(
-                    phase.step // TILE
-                ):  # so their number is even: the next step's have others' registers
+                # An even number of left operands has registers of its own in each step.
+                for deep in range(phase.step // TILE):
                     codes = held.at[wg, pl.ds(deep, 1)]
                     right = given.at[:, pl.ds(deep * TILE, TILE)].transpose((1, 0))
                     plgpu.wgmma(acc, unpack(codes, spare, narrow=False), right)

@@ -25,9 +25,8 @@ class Tuning:
     # Loads of weights under way: more make others wait, and what barriers store and read.
     ahead: int = 3
     early: int = 2  # the same for products that have not begun
-    fp8: bool = (
-        False  # weights: two warpgroups share a tile of them, whose bytes are made numbers in registers
-    )
+    # Weights: two warpgroups share a tile of them, whose bytes they make numbers in registers.
+    fp8: bool = False
 
     @property
     def step(self) -> int:

@@ -1,7 +1,6 @@
 """On a Hopper GPU: steps whose layers are one kernel each, or whose attention makes the heads, against other ways."""
 
 import contextlib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from benchmarks.decode_step import on_any_gpu, without
+from benchmarks.decode_step import HEADS_APART, on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
-from pallas_kernels import decode_layer, layer_products, ragged_decode
+from pallas_kernels import decode_layer, layer_products
 
 pytestmark = pytest.mark.gpu
 ROWS, TOKENS, STEPS = 5, 300, 3
@@ -71,7 +70,7 @@ def test_steps_with_heads_made(shape, changes):
     config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
     params, outs = weights_of(config), []
     for made in (True, False):
-        with without(decode_layer), mock.patch.object(ragged_decode, "makes_heads", return_value=made):
+        with without(decode_layer), contextlib.nullcontext() if made else HEADS_APART():
             outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
     check_same(*outs)
 
