@@ -20,8 +20,9 @@ serve: $(READY)
 QUICK := --xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 	--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE
 
+# Files in their order: those that xdist would leave for the end, with few tests, are the longest.
 test: lint
-	JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK) $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK) $(XLA_FLAGS)" $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """One model over several simulated devices says what it says on one, and each device does its part alone."""
 
 import re
+from collections.abc import Callable
 from unittest import mock
 
 import jax
@@ -84,7 +85,7 @@ def check_ragged_on_four() -> None:
     check_ragged(4)
 
 
-def check_linked() -> None:
+def check_linked(check: Callable[[], None] = check_ragged) -> None:
     """Devices that add up shares by kernels of ours (in their place sums by XLA): nothing is added twice or left out."""
 
     def all_reduce(share, links):
@@ -102,9 +103,8 @@ def check_linked() -> None:
         kernels, all_reduce=mock.Mock(wraps=all_reduce), added_norm=mock.Mock(wraps=added_norm),
         check_supported=lambda share: None, links_of=links_of,
     ):  # fmt: skip
-        check_ragged()
+        check()
         assert kernels.all_reduce.call_count and kernels.added_norm.call_count
-        check_gpt_oss()
         # A mesh may have an axis more, and what was placed on one takes the program without links too.
         config = tiny_config(num_layers=1)
         mesh = jax.make_mesh(
@@ -129,6 +129,10 @@ def check_linked() -> None:
 def check_gpt_oss() -> None:
     """Windows, sinks, biases, experts, in bytes; and a vocabulary that is not divided."""
     check_like_gpt_oss()
+
+
+def check_gpt_oss_linked() -> None:
+    check_linked(check_gpt_oss)
 
 
 def check_packed_experts() -> None:
@@ -204,7 +208,7 @@ def check_real_weights_in_fp8() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        "check_linked",  # with what `check_ragged` and `check_gpt_oss` have; `test_engine_parallel` links nothing
+        "check_linked",  # with what `check_ragged` has; `test_engine_parallel` links nothing
         "check_the_pool_stays",
     ],
 )
@@ -218,6 +222,7 @@ def test_on_simulated_devices(function):
     [
         "check_fp8",
         "check_gpt_oss",
+        "check_gpt_oss_linked",
         "check_packed_experts",
         "check_ragged",
         "check_ragged_on_four",
