@@ -12,6 +12,7 @@ from benchmarks.decode_step import HEADS_APART, on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
+from models.products import has_layer_kernel
 from pallas_kernels import decode_layer, layer_products
 
 pytestmark = pytest.mark.gpu
@@ -39,9 +40,7 @@ def steps(config, params):
     return jnp.stack(logits), cache
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"weights_fp8": True}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
 def test_steps_of_whole_layers(changes):
     """Weights as in a model: norms are no ones, and each layer adds as much as there is."""
     config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, **changes)
@@ -72,6 +71,18 @@ def test_steps_with_heads_made(shape, changes):
     for made in (True, False):
         with without(decode_layer), contextlib.nullcontext() if made else HEADS_APART():
             outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
+    check_same(*outs)
+
+
+def test_steps_in_fp8():
+    """A layer's products as one kernel, and by themselves."""
+    config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, weights_fp8=True)
+    params, outs = weights_of(config), []
+    for left_out in ((), (layer_products,)):
+        with without(*left_out):
+            of = config.replace(name=f"{config.name}, {len(left_out)}")
+            assert has_layer_kernel(params["layers"], params["embed"][:8], of) == (not left_out)
+            outs.append(steps(of, params))
     check_same(*outs)
 
 

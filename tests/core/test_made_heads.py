@@ -15,7 +15,7 @@ from models.testing import random_params, tiny_config
 from pallas_kernels import byte_pages, decode_layer
 from pallas_kernels import ragged_decode as rd
 from tangram_jax.attention import DecodeAttention
-from tests.core.two_steps import GEMMA, SHAPE, random_weights, two_steps
+from tests.core.two_steps import GEMMA, SHAPE, random_weights, trace_other_steps, two_steps
 from tests.kernels.decode_layer_cases import heads_of
 from tests.kernels.ragged_cases import make_case
 from tests.kernels.test_layer_products import small_weights  # noqa: F401
@@ -60,14 +60,7 @@ def test_a_step_with_heads_made_is_the_same_step(request, changes):
 
 
 def test_steps_with_anything_else_have_theirs_made_for_them(made):
-    config = tiny_config(**{"num_layers": 2} | SHAPE)
-    params, plan = random_params(config), tj.CachePlan.build(tj.BudgetProfile.uniform(2, 2, 1.0), 2, 16)
-    cache = tj.init_cache(plan, config, num_pages=200, max_requests=3, max_tokens=64, max_tail=16)
-    chunk = tj.Chunk(np.int32(0), np.arange(8, dtype=np.int32), np.int32(8))
-    rows, scorer = np.array([1, 2], np.int32), tj.get_scorer("snapkv")
-    for part, tokens in ((chunk, rows), (None, np.stack([rows, rows], 1))):
-        run = partial(tj.step, params, config, plan, scorer, chunk=part, decode=tj.Decode(rows, tokens))
-        jax.eval_shape(run, cache=cache)
+    trace_other_steps()
     assert not made
 
 
@@ -112,8 +105,8 @@ def test_where_attention_makes_heads(shape, dtype, tokens, makes):
 
 
 def test_heads_that_the_kernel_cannot_make_are_refused():
-    heads, made = heads_of(make_case(np.full((2, 2), 40), new=True, head_dim=256))
     case = make_case(np.full((2, 2), 40), new=True, head_dim=256)
+    heads, made = heads_of(case)
     plan = rd.plan_decode(
         jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=case.page_size
     ).layer(0)

@@ -17,7 +17,7 @@ from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import layer_products_reference
 from pallas_kernels.layer_products.tuning import TUNING
 from tangram_jax.attention import DecodeAttention
-from tests.core.two_steps import GEMMA, SHAPE, random_weights, two_steps
+from tests.core.two_steps import GEMMA, SHAPE, random_weights, trace_other_steps, two_steps
 
 
 @pytest.fixture
@@ -63,14 +63,7 @@ def test_a_step_of_whole_layers_is_the_same_step(request):
 
 
 def test_steps_with_anything_else_have_none(whole):
-    config = tiny_config(**{"num_layers": 2} | SHAPE)
-    params, plan = random_params(config), tj.CachePlan.build(tj.BudgetProfile.uniform(2, 2, 1.0), 2, 16)
-    cache = tj.init_cache(plan, config, num_pages=200, max_requests=3, max_tokens=64, max_tail=16)
-    chunk = tj.Chunk(np.int32(0), np.arange(8, dtype=np.int32), np.int32(8))
-    rows, scorer = np.array([1, 2], np.int32), tj.get_scorer("snapkv")
-    for part, tokens in ((chunk, rows), (None, np.stack([rows, rows], 1))):
-        run = partial(tj.step, params, config, plan, scorer, chunk=part, decode=tj.Decode(rows, tokens))
-        jax.eval_shape(run, cache=cache)
+    trace_other_steps()
     assert not whole
 
 

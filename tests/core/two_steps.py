@@ -1,10 +1,12 @@
 """Two decode steps of a small model, for comparing ways to make them."""
 
+from functools import partial
+
 import jax
 import numpy as np
 
 import tangram_jax as tj
-from models.testing import random_params
+from models.testing import random_params, tiny_config
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 TOKENS = 24
@@ -41,3 +43,15 @@ def two_steps(config, params):
         out, cache = step(params, config, plan, cache, rows=rows, tokens=np.array([9, 10, 11], np.int32) + n)
         logits.append(np.asarray(out)[:2])
     return logits, cache
+
+
+def trace_other_steps():
+    """A chunk beside decode tokens, and drafts."""
+    config = tiny_config(**{"num_layers": 2} | SHAPE)
+    params, plan = random_params(config), tj.CachePlan.build(tj.BudgetProfile.uniform(2, 2, 1.0), 2, 16)
+    cache = tj.init_cache(plan, config, num_pages=200, max_requests=3, max_tokens=64, max_tail=16)
+    chunk = tj.Chunk(np.int32(0), np.arange(8, dtype=np.int32), np.int32(8))
+    rows, scorer = np.array([1, 2], np.int32), tj.get_scorer("snapkv")
+    for part, tokens in ((chunk, rows), (None, np.stack([rows, rows], 1))):
+        run = partial(tj.step, params, config, plan, scorer, chunk=part, decode=tj.Decode(rows, tokens))
+        jax.eval_shape(run, cache=cache)
