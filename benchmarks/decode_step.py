@@ -55,7 +55,7 @@ TAIL = 64  # tokens that each row has pages for beside those that it begins with
 IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
-PRODUCTS = (layer_products, dense_products)  # kernels beside those of one FP8 product
+PRODUCTS = (layer_products, dense_products)  # kernels of products, but for those of a single one in FP8
 HEADS_APART = partial(mock.patch.object, ragged_decode, "makes_heads", return_value=False)
 
 

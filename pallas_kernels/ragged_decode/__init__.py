@@ -72,7 +72,8 @@ def ragged_decode(
       values [B, K, 2, D], too, as they are to be appended.
 
     Raises:
-      NotImplementedError: naming what no kernel supports; `ragged_decode_reference` takes the same arguments.
+      NotImplementedError: naming what no kernel supports; `ragged_decode_reference` takes the same arguments, after
+        `heads_reference` where heads are to be made.
       ValueError: on several tokens without their keys and values.
     """
     if tokens > 1 and not has_new:

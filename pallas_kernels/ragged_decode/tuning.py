@@ -21,9 +21,7 @@ class Tuning:
     merge_slices: int = 8  # of an item's output, put together by as many CTAs where its pieces are many
     many_pieces: int = 10
     slice_registers: int = 96  # of a thread, for the pieces of a slice that are read at a time
-    most_made: int = (
-        128  # numbers of a head that the kernel makes from a product: for more it lacks registers
-    )
+    most_made: int = 128  # numbers of a head that the kernel makes itself: for more it lacks registers
     most_rows_made: int = 128  # requests; of more the kernel takes as long itself as others do
     kinds_made: tuple[str, ...] = ("H100",)  # parts of the names of devices on which that was measured
 
