@@ -13,6 +13,8 @@
   python -m benchmarks.decode_step --fp8 --xla-products
                                                    with a kernel of its own for each FP8 product, too
   python -m benchmarks.decode_step --heads-apart   with heads rotated before attention, not in it, too
+  python -m benchmarks.decode_step --ordinary-loads
+                                                   with kernels, too, that do not tell the L2 what is read once
   python -m benchmarks.decode_step --apart         with kernels of their own for attention and a layer's products, too
   python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
@@ -45,8 +47,9 @@ from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
-from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode
+from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.expert_products import mxfp4
+from pallas_kernels.layer_products import device_ops
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
 
@@ -66,6 +69,16 @@ def without(*kernels: ModuleType) -> Iterator[None]:
         for kernel in kernels:
             stack.enter_context(mock.patch.object(kernel, "tuning_for", return_value=None))
         yield
+
+
+@contextlib.contextmanager
+def ordinary_loads() -> Iterator[None]:
+    """Nothing tells the L2 what is read once, or not read again."""
+    jax.clear_caches()  # of kernels' traces, in which rows are forgotten
+    ordinary = mock.patch.object(read_once, "EVICT_FIRST", read_once.EVICT_NORMAL)
+    with ordinary, mock.patch.object(device_ops, "forget"):
+        yield
+    jax.clear_caches()
 
 
 def on_any_gpu(tuning: dict[str, Any]) -> Any:
@@ -291,12 +304,19 @@ def main() -> None:
         help="each case once more with other kernels for heads, where attention makes them",
     )
     parser.add_argument(
+        "--ordinary-loads",
+        action="store_true",
+        help="each case once more with loads that do not tell the L2 what is read once",
+    )
+    parser.add_argument(
         "--any-gpu", action="store_true", help="kernels that were not measured on this GPU, too"
     )
     args = parser.parse_args()
-    if (args.xla_products or args.apart or args.heads_apart) and (args.drafts or args.bytes):
+    others = args.xla_products or args.apart or args.heads_apart or args.ordinary_loads
+    if others and (args.drafts or args.bytes):
         parser.error(
-            "--xla-products, --apart and --heads-apart are compared with nothing else: leave out --drafts and --bytes"
+            "--xla-products, --apart, --heads-apart and --ordinary-loads are compared with nothing else: leave out --drafts "
+            "and --bytes"
         )
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
@@ -316,6 +336,7 @@ def main() -> None:
             ways += [("XLA", partial(without, *PRODUCTS))] * args.xla_products
             ways += [("apart", partial(without, decode_layer))] * args.apart
             ways += [("heads apart", HEADS_APART)] * args.heads_apart
+            ways += [("ordinary loads", ordinary_loads)] * args.ordinary_loads
             variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], enumerate(ways))
             for dtype, drafts, (number, (way, context)) in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}

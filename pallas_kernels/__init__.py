@@ -3,6 +3,7 @@
 Which GPUs they run on is in `support`. What they do not take they refuse with a NotImplementedError that names it.
 """
 
-from pallas_kernels import value_names
+from pallas_kernels import read_once, value_names
 
+read_once.install()
 value_names.install()

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.reference import GATE_SLOPE
 from pallas_kernels.expert_products.tuning import ALIGN, BOX, DEPTH, ROWS, Tuning
+from pallas_kernels.read_once import load_once
 
 LOG2E = 1.4426950408889634
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column of an accumulator
@@ -161,6 +162,7 @@ def _load(
     """The loading warpgroup."""
     plgpu.set_max_registers(cfg.tuning.load_registers, action="decrease")
     stages = i32(cfg.tuning.stages)
+    load_weights = load_once if cfg.tuning.once else plgpu.copy_gmem_to_smem
 
     def one_tile(n: Any, done: Any) -> Any:
         tile = _Tile(cfg, blocks, n)
@@ -175,9 +177,7 @@ def _load(
             deep = pl.ds(j * DEPTH, DEPTH)
             for part in range(cfg.parts):
                 columns = pl.ds(part * cfg.columns + tile.column, cfg.width)
-                plgpu.copy_gmem_to_smem(
-                    weights.at[tile.expert, deep, columns], w_s.at[slot, part], full.at[slot]
-                )
+                load_weights(weights.at[tile.expert, deep, columns], w_s.at[slot, part], full.at[slot])
             # Further rows hold anything, and their products too, which nobody stores.
             plgpu.copy_gmem_to_smem(x.at[*tile.given, deep], x_s.at[slot, pl.ds(0, cfg.rows)], full.at[slot])
 

@@ -24,6 +24,7 @@ from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.left_operand import TILE, store_transposed
+from pallas_kernels.read_once import load_once
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
@@ -47,6 +48,7 @@ class _Config:
     deep_step: int  # tiles along the depth that one step loads
     stages: int  # steps under way, of each in turn
     num_ctas: int
+    once: bool  # most weights are read once
     interpreted: bool
 
     @property
@@ -131,7 +133,8 @@ def _call(
     cfg = _Config(
         format=form, scaled=scales is not None, narrow=of_rows is not None, of_tokens=blocks.of_tokens(x.shape[0]),
         deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
-        deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), interpreted=interpret is not None,
+        deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), once=tuning.once,
+        interpreted=interpret is not None,
     )  # fmt: skip
     factors = [a for a in (of_rows, scales, bias) if a is not None]
 
@@ -209,6 +212,7 @@ def _load(
 ) -> None:
     """The loading warpgroup."""
     stages, deep_step = cfg.stages, cfg.deep_step
+    load_codes = load_once if cfg.once else plgpu.copy_gmem_to_smem
 
     def one_tile(n: Any, nothing: Any) -> None:
         tile = _Tile(cfg, blocks, n)
@@ -226,7 +230,7 @@ def _load(
                 for part in range(cfg.parts):
                     at = (tile.expert * cfg.parts + part) * cfg.across + tile.column + wg
                     held = codes.at[at, pl.ds(j * deep_step, deep_step)]
-                    plgpu.copy_gmem_to_smem(held, w_s.at[slot, wg, part], full.at[slot])
+                    load_codes(held, w_s.at[slot, wg, part], full.at[slot])
             deep = pl.ds(j * deep_step * TILE, deep_step * TILE)
             plgpu.copy_gmem_to_smem(x.at[*tile.given, deep], x_s.at[slot], full.at[slot])
 

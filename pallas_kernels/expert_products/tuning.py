@@ -33,6 +33,11 @@ class Tuning:
         """Rows of one tile."""
         return self.warpgroups * ROWS
 
+    @property
+    def once(self) -> bool:
+        """Whether few experts have several blocks of rows, each of which reads their weights."""
+        return self.warpgroups == 1
+
     def ctas(self) -> int:
         """CTAs of a call: one per SM unless told otherwise."""
         return num_sms() if self.num_ctas is None else self.num_ctas
@@ -75,6 +80,11 @@ class PackedTuning:
     split: int = 1  # or 2: of these in one CTA that share the depth of the same columns instead
     deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
     num_ctas: int | None = None
+
+    @property
+    def once(self) -> bool:
+        """See `Tuning.once`."""
+        return self.up_to <= self.rows
 
     def shape(
         self, across: int, deep: int, parts: int, tile_bytes: int, size: int = 2

@@ -32,6 +32,7 @@ from pallas_kernels.fp8_products.tokens import Fp8Tokens
 from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, Tuning
 from pallas_kernels.gates import Gate, gated
 from pallas_kernels.left_operand import in_transposed, load_transposed, store_transposed
+from pallas_kernels.read_once import load_once
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
@@ -228,6 +229,8 @@ def _load(
     cfg: _Config, rounds: Any, x: Any, codes: Any, x_s: Any, codes_s: Any, full: Any, free: Any
 ) -> None:
     """The loading warpgroup."""
+    # Other blocks of tokens read the same weights.
+    load_codes = load_once if cfg.blocks == 1 else plgpu.copy_gmem_to_smem
 
     def one_unit(n: Any, nothing: Any) -> None:
         unit = _Unit(cfg, n)
@@ -243,7 +246,7 @@ def _load(
             deep = unit.first + j * cfg.deep_step
             for wg in range(cfg.warpgroups):
                 held = codes.at[unit.tile(wg), pl.ds(deep, cfg.deep_step)]
-                plgpu.copy_gmem_to_smem(held, codes_s.at[slot, wg], full.at[slot])
+                load_codes(held, codes_s.at[slot, wg], full.at[slot])
             at = pl.ds(pl.multiple_of(deep * TILE, TILE), cfg.deep_step * TILE)
             plgpu.copy_gmem_to_smem(x.at[pl.ds(unit.row, cfg.rows), at], x_s.at[slot], full.at[slot])
 

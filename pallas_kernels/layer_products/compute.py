@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gates import gated
 from pallas_kernels.layer_products import device_ops, fp8
-from pallas_kernels.layer_products.phases import Config, Phase, Share, i32
+from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
 from pallas_kernels.layer_products.tuning import COLUMNS, TOKENS
 from pallas_kernels.stores import put
 
@@ -72,7 +72,7 @@ def compute(
         pl.when(share.active)(work)
         if phase.addition and not cfg.interpreted:
             mine = (wg == 0) & (cta < cfg.tokens)
-            pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, cta))
+            pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, phase.addition, cta))
 
 
 def _product(
@@ -122,7 +122,7 @@ def _product(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> None:
+def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, cta: Any) -> None:
     """Of every token that is this CTA's. There are no more tokens than CTAs."""
 
     def parts_are_there() -> None:
@@ -133,6 +133,10 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> No
     before_heads = "following" in refs and phase.number + 1 == cfg.last
     awaited = refs["following"][0] > 0 if before_heads else phase.number != cfg.last
     pl.when(awaited)(functools.partial(device_ops.arrive, refs["counters"].at[phase.added]))
+    # Left in the L2, what nobody reads any more would go to the memory at last, beside the weights.
+    parts = [refs[phase.out].at[n, cta] for n in range(phase.splits)]
+    for row in parts + [refs[name].at[cta] for name in how.spent]:
+        device_ops.forget(row)
 
 
 def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_there: Any) -> None:

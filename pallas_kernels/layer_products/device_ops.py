@@ -15,6 +15,8 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from pallas_kernels.stores import rows_of_a_thread
 
+LINE = 128  # bytes, of the L2
+
 
 def _fence() -> None:
     # What ordinary stores wrote is read by the copy engine, another proxy of memory.
@@ -51,6 +53,31 @@ def wait(counter: jax.Ref, value: int, waiting: int) -> None:
         _fence()
 
     run(counter)
+
+
+def forget(row: jax.Ref) -> None:
+    """A row of global memory that this warpgroup is the last to read holds anything since: it need not reach the memory.
+
+    It begins at a multiple of 128 bytes and has a multiple of that: lines of the L2.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_: Any, row: Any) -> None:
+        kind, i32 = ir.MemRefType(row.type), ir.IntegerType.get_signless(32)
+        lines = kind.shape[0] * mgpu_utils.bytewidth(kind.element_type) // LINE
+        mgpu_utils.warpgroup_barrier()  # all have read
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(mgpu_utils.WARPGROUP_SIZE, i32))
+        for first in range(0, lines, mgpu_utils.WARPGROUP_SIZE):
+            line = arith.addi(thread, mgpu_utils.c(first, i32))
+            place = [arith.muli(line, mgpu_utils.c(LINE, i32))]
+            mgpu_utils.inline_ptx(
+                f"discard.global.L2 [$0], {LINE};",
+                mgpu_utils.getelementptr(mgpu_utils.memref_ptr(row), place, ir.IntegerType.get_signless(8)),
+                predicate=arith.cmpi(arith.CmpIPredicate.ult, line, mgpu_utils.c(lines, i32)),
+                has_side_effects=True,
+            )
+
+    run(row)
 
 
 def store_rows(value: jax.Array, dst: jax.Ref, rows: jax.Array) -> None:

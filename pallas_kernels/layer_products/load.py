@@ -12,6 +12,7 @@ from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.layer_products import device_ops
 from pallas_kernels.layer_products.phases import ATTENDED, HALVES, Config, Phase, Share, i32
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP
+from pallas_kernels.read_once import load_once
 
 
 def load_weights(
@@ -52,7 +53,7 @@ def load_weights(
             else:
                 rows = pl.ds(pl.multiple_of(deep * STEP, STEP), STEP)
                 source = refs[phase.weights].at[rows, pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)]
-            plgpu.copy_gmem_to_smem(source, held.at[slot], full.at[slot])
+            load_once(source, held.at[slot], full.at[slot])
             return turn + 1, seen
 
         turn, seen = lax.fori_loop(0, share.steps * phase.pieces, one, (turn, seen))

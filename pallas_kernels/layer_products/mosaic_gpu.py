@@ -4,7 +4,9 @@ CTAs stay on their multiprocessors and work through three or four products (`pha
 them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, and one
 CTA for each token adds them up with the residual and makes the norms (`compute`). A warpgroup loads weights ahead across
 the barriers, so that the memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads
-would wait behind them (`load`). Weights in FP8 have products of their own kind (`fp8`), the rest is the same.
+would wait behind them (`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets
+what of that is spent, so that little of it is ever written to the memory. Weights in FP8 have products of their own kind
+(`fp8`), the rest is the same.
 """
 
 import functools

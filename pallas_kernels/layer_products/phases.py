@@ -22,7 +22,8 @@ class Addition:
     """Parts of a product added up and to the `residual`, for one token after another: `total`, and its norm `normed`.
 
     Names are keys of the kernel's operands and results. `post`: weights of a norm of the product itself. `norm`: of the
-    total's; None where nothing follows.
+    total's; None where nothing follows. `spent`: rows of tokens, made by the kernel,
+    that nobody reads after it.
     """
 
     residual: str
@@ -30,6 +31,7 @@ class Addition:
     post: str | None = None
     norm: str | None = None
     normed: str | None = None
+    spent: tuple[str, ...] = ()
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -149,7 +151,8 @@ def phases_of(
     """From attention's result to the end of the layer, and to the next one's heads, if they are not 0 columns."""
     out_post, down_post = ("out_post", "down_post") if post_norms else (None, None)
     after_out = Addition("x", "middle", out_post, "norm", "h")
-    after_down = Addition("middle", "x_new", down_post, *(("next_norm", "h_next") if heads else ()))
+    norm, normed = ("next_norm", "h_next") if heads else (None, None)
+    after_down = Addition("middle", "x_new", down_post, norm, normed, ("h", "opened", "middle"))
 
     def product(
         number: int, source: str, weights: str, depth: int, columns: int, then: Addition | None

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.common import LOAD_REGISTERS, Config, Item, Refs, i32
+from pallas_kernels.read_once import load_once
 
 
 def load(cfg: Config, refs: Refs) -> Any:
@@ -122,12 +123,12 @@ def _load_page(
             src = src.at[pl.ds(0, count)]
         rows = pl.ds(place * (cfg.paged.stride if cfg.packed else cfg.page), count)
         if not cfg.packed:
-            plgpu.copy_gmem_to_smem(src, refs.kv_s.at[slot, rows], refs.full.at[slot])
+            load_once(src, refs.kv_s.at[slot, rows], refs.full.at[slot])
             return
         width = cfg.tile[-1]
         for half in range(cfg.halves):
             part = src.at[:, pl.ds(half * width, width)]
-            plgpu.copy_gmem_to_smem(part, refs.kv_s.at[slot, half, rows], refs.full.at[slot])
+            load_once(part, refs.kv_s.at[slot, half, rows], refs.full.at[slot])
 
     def at_most(count: int) -> None:
         if count == cfg.granule:
