@@ -1,7 +1,6 @@
 """The computing warpgroups: sums of products, gates, and for some tokens the sums of parts, residual and norm."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,30 +12,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gates import gated
 from pallas_kernels.layer_products import device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
+from pallas_kernels.layer_products.slots import Slots, Steps
 from pallas_kernels.layer_products.tuning import COLUMNS, TOKENS
 from pallas_kernels.stores import put
 
 f32 = jnp.float32
 LINE = 64  # columns that are stored at once
 WARPGROUP = 128
-
-
-class Slots:
-    """Those of shared memory that a warpgroup reads, in the order in which they are filled."""
-
-    def __init__(self, place: Callable[[Any], Any], barriers: Any, count: int, loads: Any) -> None:
-        """`place` of a slot, `loads` of all phases together. Nobody waits for slots that are not filled again."""
-        self._place, (self._full, self._free) = place, barriers
-        self._count, self._loads = i32(count), loads
-
-    def wait(self, turn: Any) -> Any:
-        slot = lax.rem(turn, self._count)
-        plgpu.barrier_wait(self._full.at[slot])
-        return self._place(slot)
-
-    def release(self, turn: Any, when: Any = True) -> None:
-        again = when & (turn + self._count < self._loads)
-        plgpu.barrier_arrive(self._free.at[lax.rem(turn, self._count)], predicate=again)
 
 
 def compute(
@@ -58,8 +40,8 @@ def compute(
 
     tokens = Slots(own_tokens, barriers[2:4], cfg.tuning.token_slots, sum(steps))
     for n, (phase, share) in enumerate(zip(cfg.phases, shares, strict=True)):
-        turns = sum(pieces[:n], i32(0)), sum(steps[:n], i32(0))
-        common = phase, share, wg, turns, weights, tokens, out_s
+        read = Steps(weights, tokens, sum(pieces[:n], i32(0)), sum(steps[:n], i32(0)), phase.pieces)
+        common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
             product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
@@ -76,28 +58,21 @@ def compute(
 
 
 def _product(
-    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, turns: tuple[Any, Any], weights: Slots,
-    tokens: Slots, out_s: Any,
-) -> None:  # fmt: skip
-    turn, token_turn = turns
+    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, read: Steps, out_s: Any
+) -> None:
     mine = pl.ds(wg * TOKENS, TOKENS)
-
-    def release(step: Any, when: Any = True) -> None:
-        for piece in range(phase.pieces):
-            weights.release(turn + step * phase.pieces + piece, when)
-        tokens.release(token_turn + step, when)
 
     def products(*accs: Any) -> tuple[jax.Array, ...]:
         def one(step: Any, nothing: Any) -> None:
-            x = tokens.wait(token_turn + step)
+            x = read.wait_for_tokens(step)
             for piece, acc in enumerate(accs):
-                plgpu.wgmma(acc, x, weights.wait(turn + step * phase.pieces + piece))
+                plgpu.wgmma(acc, x, read.wait_for_weights(step, piece))
             plgpu.wgmma_wait(phase.pieces)
-            release(jnp.maximum(step - 1, 0), step > 0)  # it is done
+            read.release(jnp.maximum(step - 1, 0), step > 0)  # it is done
 
         lax.fori_loop(0, share.steps, one, None)
         plgpu.wgmma_wait(0)
-        release(share.steps - 1)
+        read.release(share.steps - 1)
         return tuple(acc[...] for acc in accs)
 
     sums = pl.run_scoped(products, *[plgpu.ACC((TOKENS, COLUMNS), f32)] * phase.pieces)

@@ -16,6 +16,7 @@ from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.gates import gated
 from pallas_kernels.layer_products import device_ops
 from pallas_kernels.layer_products.phases import Config, Phase, Share
+from pallas_kernels.layer_products.slots import Steps
 from pallas_kernels.layer_products.tuning import COLUMNS
 from pallas_kernels.layer_products.weights import scales_of
 from pallas_kernels.left_operand import store_transposed
@@ -26,11 +27,9 @@ f32 = jnp.float32
 
 
 def product(
-    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, turns: tuple[Any, Any], weights: Any,
-    tokens: Any, out_s: Any, spare: Any = None,
+    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, read: Steps, out_s: Any, spare: Any = None
 ) -> None:  # fmt: skip
-    """As `compute` has it of floats, a warpgroup's columns of a tile for all tokens. `weights`, `tokens`: `Slots`."""
-    turn, token_turn = turns
+    """As `compute` has it of floats, a warpgroup's columns of a tile for all tokens."""
     rows, pieces = cfg.slot_rows, range(phase.pieces)
     spare = None if spare is None else spare.at[wg]
 
@@ -45,16 +44,11 @@ def product(
     # Before the products: what follows these is waited for.
     scales = [scales_of_columns(piece) for piece in pieces]
 
-    def release(step: Any, when: Any = True) -> None:
-        for piece in pieces:
-            weights.release(turn + step * phase.pieces + piece, when)
-        tokens.release(token_turn + step, when)
-
     def products(*accs: Any) -> tuple[jax.Array, ...]:
         def one(step: Any, nothing: Any) -> None:
-            given = tokens.wait(token_turn + step)
+            given = read.wait_for_tokens(step)
             for piece, acc in enumerate(accs):
-                held = weights.wait(turn + step * phase.pieces + piece)
+                held = read.wait_for_weights(step, piece)
                 # An even number of left operands has registers of its own in each step.
                 for deep in range(phase.step // TILE):
                     codes = held.at[wg, pl.ds(deep, 1)]
@@ -62,11 +56,11 @@ def product(
                     plgpu.wgmma(acc, unpack(codes, spare, narrow=False), right)
                     plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                     if piece + deep == 0:  # what the step before has issued is done
-                        release(jnp.maximum(step - 1, 0), step > 0)
+                        read.release(jnp.maximum(step - 1, 0), step > 0)
 
         lax.fori_loop(0, share.steps, one, None)
         plgpu.wgmma_wait(0)
-        release(share.steps - 1)
+        read.release(share.steps - 1)
         return tuple(acc[...] for acc in accs)
 
     sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * phase.pieces)
