@@ -18,13 +18,14 @@ from pallas_kernels import all_reduce, dense_products, layer_products
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.gates import Gate, opened
-from pallas_kernels.layer_products import LayerWeights
+from pallas_kernels.layer_products import LayerWeights, MixtureWeights, Routing
 from pallas_kernels.norms import rms_norm
 from pallas_kernels.support import check_one_device
 
 log = logging.getLogger("tangram")
 
 MATRICES = ("qkv", "attn_out", "gate_up", "down")  # of a dense layer
+MIXTURE_MATRICES = ("qkv", "attn_out", "router", "expert_gate_up", "expert_down")
 
 
 def added_norm(
@@ -89,11 +90,12 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
     """Whether `ended` is there for these layers, and no slower than their products by themselves."""
     if config.tensor_axis is not None or layer_tuning(len(x), config) is None:
         return False
-    names = ["attn_norm", "mlp_norm", *MATRICES]
+    matrices = MIXTURE_MATRICES if config.num_experts else MATRICES
+    names = ["attn_norm", "mlp_norm", *matrices]
     names += ["attn_post_norm", "mlp_post_norm"] if config.post_norms else []
     weights = [layer[name] for layer in layers for name in names]
     if any(
-        isinstance(layer[name], Fp8Weights) != config.weights_fp8 for layer in layers for name in MATRICES
+        isinstance(layer[name], Fp8Weights) != config.weights_fp8 for layer in layers for name in matrices
     ):
         return False
     try:
@@ -115,18 +117,25 @@ def wanted_multiple(tokens: int, config: ModelConfig) -> int:
 
 def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
     """Of the kernel of a layer's products, None where there is none for so many tokens; see `has_layer_kernel`."""
-    if config.num_experts or config.attn_out_bias:
+    if config.attn_out_bias:
         return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-    columns = heads, config.hidden_size, config.intermediate_size, heads + 2 * kv_heads
-    return layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
+    inner = config.expert_size if config.num_experts else config.intermediate_size
+    columns = heads, config.hidden_size, inner, heads + 2 * kv_heads
+    if not config.num_experts:
+        return layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
+    other = config.experts_mxfp4 or config.weights_fp8 or config.expert_bias or config.swiglu_limit
+    if other or config.dense_layers or config.post_norms:
+        return None
+    mixture = config.num_experts, config.experts_per_token
+    return layer_products.tuning_for(tokens, *columns, mixture=mixture)
 
 
 class EndOfLayer(NamedTuple):
     """What follows a layer's attention where one kernel does it all: arguments of `layer_products`."""
 
     x: Float[Array, "T E"]
-    weights: LayerWeights
+    weights: LayerWeights | MixtureWeights
     counters: Array
     how: dict[str, Any]  # gate, eps and offset
     tuning: layer_products.Tuning | None
@@ -140,25 +149,38 @@ def end_of_layer(
 
     `counters`: of `layer_products.counters_of`, the same for all layers.
     """
-    width = x.shape[1]
+    how: dict[str, Any] = {
+        "gate": "gelu" if config.gelu else "silu", "eps": config.norm_eps, "offset": config.norm_offset
+    }  # fmt: skip
+    weights: LayerWeights | MixtureWeights
+    if config.num_experts:
+        weights = _mixture_weights(layer)
+        how["routing"] = Routing(config.experts_per_token, config.normalize_experts)
+    else:
+        weights = _dense_weights(layer, config)
+    if following is not None:
+        heads = _matrix(following["qkv"], len(layer["mlp_norm"]), -1)
+        weights = weights._replace(next_norm=following["attn_norm"], heads=heads)
+    return EndOfLayer(x, weights, counters, how, layer_tuning(len(x), config))
 
-    def matrix(weights: Any, *shape: int) -> Any:
-        return weights if isinstance(weights, Fp8Weights) else weights.reshape(shape)
 
-    weights = LayerWeights(
-        matrix(layer["attn_out"], -1, width),
-        layer["mlp_norm"],
-        matrix(layer["gate_up"], width, -1),
-        layer["down"],
-    )
+def _dense_weights(layer: Params, config: ModelConfig) -> LayerWeights:
+    norm, width = layer["mlp_norm"], len(layer["mlp_norm"])
+    out, gate_up = _matrix(layer["attn_out"], -1, width), _matrix(layer["gate_up"], width, -1)
+    weights = LayerWeights(out, norm, gate_up, layer["down"])
     if config.post_norms:
         weights = weights._replace(out_post=layer["attn_post_norm"], down_post=layer["mlp_post_norm"])
-    if following is not None:
-        weights = weights._replace(
-            next_norm=following["attn_norm"], heads=matrix(following["qkv"], width, -1)
-        )
-    how = {"gate": "gelu" if config.gelu else "silu", "eps": config.norm_eps, "offset": config.norm_offset}
-    return EndOfLayer(x, weights, counters, how, layer_tuning(len(x), config))
+    return weights
+
+
+def _mixture_weights(layer: Params) -> MixtureWeights:
+    norm, width, gate_up = layer["mlp_norm"], len(layer["mlp_norm"]), layer["expert_gate_up"]
+    out, gate_up = _matrix(layer["attn_out"], -1, width), gate_up.reshape(len(gate_up), width, -1)
+    return MixtureWeights(out, norm, layer["router"], gate_up, layer["expert_down"])
+
+
+def _matrix(weights: Array | Fp8Weights, *shape: int) -> Any:
+    return weights if isinstance(weights, Fp8Weights) else weights.reshape(shape)
 
 
 def ended(

@@ -37,7 +37,7 @@ class AttendToTheEnd(Protocol):
 def reaching(attend: Any, x: Float[Array, "T E"], config: ModelConfig) -> AttendToTheEnd | None:
     """`attend` if `run` takes it, with layers that have a kernel for their products, and is no slower."""
     tuning = layer_tuning(len(x), config)
-    if tuning is None or decode_layer.tuning_for(config.head_dim) is None:
+    if tuning is None or config.num_experts or decode_layer.tuning_for(config.head_dim) is None:
         return None
     return attend if isinstance(attend, AttendToTheEnd) and attend.reaches_the_end(tuning) else None
 

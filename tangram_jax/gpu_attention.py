@@ -18,7 +18,7 @@ from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention as cu
 from models.logits import AttentionLogits
 from models.products import EndOfLayer
 from pallas_kernels import byte_pages, chunk_prefill, decode_layer, ragged_decode, unpack
-from pallas_kernels.layer_products import Tuning
+from pallas_kernels.layer_products import LayerWeights, Tuning
 from pallas_kernels.support import check_one_device
 from tangram_jax.pages import NEVER, LayerPages, StepPages
 
@@ -349,6 +349,7 @@ class DecodeKernel:
         end: EndOfLayer,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `attention.DecodeAttention`."""
+        assert isinstance(end.weights, LayerWeights)  # `whole_layers.reaching` says so
         return decode_layer.decode_layer(
             heads, self._pool, self._plan.layer(layer), end.x, end.weights, end.counters,
             jnp.full(1, not end.last, jnp.int32), made=made, sinks=sinks,

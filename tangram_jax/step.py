@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
-from models.products import EndOfLayer, wanted_multiple
+from models.products import EndOfLayer, layer_tuning, wanted_multiple
 from models.transformer import forward
 from pallas_kernels import dense_products, fp8_products
 from pallas_kernels.decode_layer import Heads, Made
@@ -227,7 +227,7 @@ def _missing_slots(config: ModelConfig, tokens: int, each: int) -> int:
     if multiple > 1:
         more = next((n for n in range(multiple) if (tokens + n * each) % multiple == 0), 0)
         return more if tokens + more * each <= dense_products.MOST_TOKENS else 0
-    return int(tokens == 1)
+    return int(tokens == 1 and not (config.num_experts and layer_tuning(1, config)))
 
 
 def _with_empty(decode: Decode, empty: int, cache: Cache) -> Decode:

@@ -136,7 +136,7 @@ def _kernel(
             plgpu.set_max_registers(COMPUTING, action="increase")
             pl.when(cta < attend.num_shares)(lambda: attention.compute(attend, attention_refs, 0))
             device_ops.arrive(refs["counters"].at[ATTENDED])
-            compute(multiply, refs, cta, wg, weights_s, tokens_s, out_s.at[0], *slots)
+            compute(multiply, refs, cta, wg, {COLUMNS: weights_s}, tokens_s, out_s.at[0], *slots)
 
         @pl.when(wg == 1)
         def _load() -> None:
@@ -156,7 +156,7 @@ def _kernel(
                 begins = (at >= 0) & (at == tile * each)
                 pl.when(begins & ~many)(lambda: wait_for_last(attention_refs, tiles, tile))
 
-            load_weights(multiply, refs, cta, weights_s, slots[0], slots[1], first_use)
+            load_weights(multiply, refs, cta, {COLUMNS: weights_s}, slots[0], slots[1], first_use)
 
         @pl.when(wg == 2)
         def _load_tokens() -> None:

@@ -1,4 +1,4 @@
-"""All products between one layer's attention and the next one's as one kernel, for up to 128 tokens."""
+"""The products between two layers' attention as one kernel: of up to 128 tokens, of one if the layer has experts."""
 
 from typing import Any
 
@@ -19,10 +19,12 @@ from pallas_kernels.layer_products.tuning import (
     can_take,
     tuning_for,
 )
-from pallas_kernels.layer_products.weights import LayerWeights, Matrix, shape_of
+from pallas_kernels.layer_products.weights import LayerWeights, Matrix, MixtureWeights, Routing, shape_of
 
 __all__ = [
     "LayerWeights",
+    "MixtureWeights",
+    "Routing",
     "Tuning",
     "can_take",
     "check_shapes",
@@ -62,12 +64,13 @@ def counters_of(tokens: jax.Array) -> jax.Array:
 def layer_products(
     attended: jax.Array,
     x: jax.Array,
-    weights: LayerWeights,
+    weights: LayerWeights | MixtureWeights,
     counters: jax.Array,
     *,
     gate: Gate = "silu",
     eps: float,
     offset: float = 0.0,
+    routing: Routing | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
     in_parts: bool = False,
@@ -79,7 +82,7 @@ def layer_products(
     Args:
       attended: [T, A], bfloat16 or float16 as all others (bfloat16 with matrices in FP8); T as it `can_take`.
       x: [T, E], the residual stream before attention's result is added.
-      weights: see `LayerWeights`; without heads None is given for these.
+      weights: see `LayerWeights`; without heads None is given for these. With `MixtureWeights`, of one token, `routing`.
       counters: see `counters_of`.
       eps, offset: of all norms, as in `norms.rms_norm`.
       tuning: by default `tuning_for` these shapes.
@@ -91,17 +94,24 @@ def layer_products(
     """
     from pallas_kernels.layer_products.mosaic_gpu import layer_products_mosaic_gpu
 
-    check_shapes(attended, x, weights, counters)
+    if isinstance(weights, MixtureWeights):
+        check_mixture(attended, x, weights, counters, routing)
+    else:
+        check_shapes(attended, x, weights, counters)
     if interpret is None:
         check_supported(x, attended, *weights.given.values())
-    tuning = tuning or tuning_for(len(x), *weights.columns, fp8=weights.fp8)
+    if tuning is None and routing is not None and isinstance(weights, MixtureWeights):
+        mixture = weights.router.shape[1], routing.experts
+        tuning = tuning_for(len(x), *weights.columns, mixture=mixture)
+    elif tuning is None:
+        tuning = tuning_for(len(x), *weights.columns, fp8=weights.fp8)
     if tuning is None:
         raise NotImplementedError(
             f"{len(x)} tokens, a layer of {weights.columns} columns: there is no tuning for these"
         )
     return layer_products_mosaic_gpu(
-        attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, interpret=interpret,
-        in_parts=in_parts,
+        attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, routing=routing,
+        interpret=interpret, in_parts=in_parts,
     )  # fmt: skip
 
 
@@ -121,9 +131,37 @@ def check_shapes(
     }
     wanted |= {"attended": (len(x), depth), "x": (len(x), width), "counters": (COUNTERS,)}
     given: dict[str, Any] = weights.given
-    for name, array in (given | {"attended": attended, "x": x, "counters": counters}).items():
-        if (shape := shape_of(array)) != wanted.get(name, shape):
-            raise ValueError(f"{name} {shape}: expected {wanted[name]}, as out is {shape_of(weights.out)}")
+    _check(given | {"attended": attended, "x": x, "counters": counters}, wanted)
     for one, other in (("out_post", "down_post"), ("next_norm", "heads")):
-        if (one in given) != (other in given):
-            raise ValueError(f"weights with one of {one} and {other}: give both or none")
+        _check_both(given, one, other)
+
+
+def check_mixture(
+    attended: jax.Array, x: jax.Array, weights: MixtureWeights, counters: jax.Array, routing: Routing | None
+) -> None:
+    """The same of one token and experts, and of how many are chosen."""
+    (depth, width, inner, heads), (tokens, experts) = weights.columns, (len(x), weights.router.shape[1])
+    if tokens != 1:
+        raise NotImplementedError(f"{tokens} tokens: the kernel takes one, if its layer has experts")
+    if routing is None or not 1 <= routing.experts <= experts:
+        raise ValueError(f"routing {routing}: expected 1 to {experts} experts")
+    wanted = {
+        "router": (width, experts),
+        "gate_up": (experts, width, 2 * inner),
+        "down": (experts, inner, width),
+    }
+    wanted |= dict.fromkeys(("norm", "next_norm"), (width,)) | {"heads": (width, heads)}
+    wanted |= {"attended": (1, depth), "x": (1, width), "counters": (COUNTERS,)}
+    _check(weights.given | {"attended": attended, "x": x, "counters": counters}, wanted)
+    _check_both(weights.given, "next_norm", "heads")
+
+
+def _check(given: dict[str, Any], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name, array in given.items():
+        if (shape := shape_of(array)) != wanted.get(name, shape):
+            raise ValueError(f"{name} {shape}: expected {wanted[name]}, as out is {shape_of(given['out'])}")
+
+
+def _check_both(given: dict[str, Any], one: str, other: str) -> None:
+    if (one in given) != (other in given):
+        raise ValueError(f"weights with one of {one} and {other}: give both or none")

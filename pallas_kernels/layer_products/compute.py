@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gates import gated
-from pallas_kernels.layer_products import device_ops, fp8
+from pallas_kernels.layer_products import choice, device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
 from pallas_kernels.layer_products.slots import Slots, Steps
-from pallas_kernels.layer_products.tuning import COLUMNS, TOKENS
+from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS
 from pallas_kernels.stores import put
 
 f32 = jnp.float32
@@ -26,9 +26,9 @@ def compute(
 ) -> None:  # fmt: skip
     """All phases. `barriers`: of weights that are there and that are read, and of tokens; then the interpreter's memory."""
     shares = Share.all_of(cfg, refs, cta)
-    steps = [share.steps for share in shares]
+    steps = [share.steps * phase.token_loads for share, phase in zip(shares, cfg.phases, strict=True)]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
-    weights = Slots(lambda slot: weights_s.at[slot], barriers[:2], cfg.tuning.weight_slots, sum(pieces))
+    weights = Slots(lambda slot: slot, barriers[:2], cfg.tuning.weight_slots, sum(pieces))
 
     def own_tokens(slot: Any) -> Any:
         first, rows = slot * cfg.slot_rows, TOKENS
@@ -40,7 +40,8 @@ def compute(
 
     tokens = Slots(own_tokens, barriers[2:4], cfg.tuning.token_slots, sum(steps))
     for n, (phase, share) in enumerate(zip(cfg.phases, shares, strict=True)):
-        read = Steps(weights, tokens, sum(pieces[:n], i32(0)), sum(steps[:n], i32(0)), phase.pieces)
+        first = sum(pieces[:n], i32(0)), sum(steps[:n], i32(0))
+        read = Steps(weights, tokens, *first, phase.pieces, phase.token_loads, weights_s[phase.wide])
         common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
@@ -48,13 +49,15 @@ def compute(
 
         def work(product: Any = product, phase: Phase = phase) -> None:
             product()
-            if not cfg.interpreted and (phase.addition or phase.number != cfg.last):
+            if not cfg.interpreted and (phase.addition or phase.chooses or phase.number != cfg.last):
                 device_ops.arrive(refs["counters"].at[phase.left])
 
         pl.when(share.active)(work)
         if phase.addition and not cfg.interpreted:
             mine = (wg == 0) & (cta < cfg.tokens)
             pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, phase.addition, cta))
+        if phase.chooses and not cfg.interpreted:
+            pl.when((wg == 0) & (cta == 0))(functools.partial(_choose, cfg, refs, phase))
 
 
 def _product(
@@ -64,10 +67,12 @@ def _product(
 
     def products(*accs: Any) -> tuple[jax.Array, ...]:
         def one(step: Any, nothing: Any) -> None:
-            x = read.wait_for_tokens(step)
+            given = read.wait_for_tokens(step)
             for piece, acc in enumerate(accs):
-                plgpu.wgmma(acc, x, read.wait_for_weights(step, piece))
-            plgpu.wgmma_wait(phase.pieces)
+                held = read.wait_for_weights(step, piece)
+                for n, x in enumerate(given):
+                    plgpu.wgmma(acc, x, held.at[pl.ds(n * STEP, STEP)] if len(given) > 1 else held)
+            plgpu.wgmma_wait(phase.pieces * phase.token_loads)
             read.release(jnp.maximum(step - 1, 0), step > 0)  # it is done
 
         lax.fori_loop(0, share.steps, one, None)
@@ -75,7 +80,7 @@ def _product(
         read.release(share.steps - 1)
         return tuple(acc[...] for acc in accs)
 
-    sums = pl.run_scoped(products, *[plgpu.ACC((TOKENS, COLUMNS), f32)] * phase.pieces)
+    sums = pl.run_scoped(products, *[plgpu.ACC((TOKENS, phase.wide), f32)] * phase.pieces)
     out = refs[phase.out]
     if phase.gate is None:
         columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
@@ -86,15 +91,40 @@ def _product(
             device_ops.store_rows(sums[0], place, cfg.tokens - wg * TOKENS)
     else:
         gates, values = (x.astype(out_s.dtype).astype(f32) for x in sums)
-        opened = gated(gates, values, phase.gate).astype(out_s.dtype)
-        for offset in range(0, COLUMNS, LINE):
+        opened = gated(gates, values, phase.gate)
+        if phase.experts:
+            opened *= refs["factors"][phase.place(share.tile, i32(0))[0]]
+        opened = opened.astype(out_s.dtype)
+        for offset in range(0, phase.wide, LINE):
             if offset:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out_s[...] = opened[:, offset : offset + LINE]
             plgpu.commit_smem()
-            columns = pl.ds(pl.multiple_of(share.tile * COLUMNS + offset, LINE), LINE)
+            columns = pl.ds(pl.multiple_of(share.tile * phase.wide + offset, LINE), LINE)
             plgpu.copy_smem_to_gmem(out_s, out.at[mine, columns])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _choose(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:
+    device_ops.wait(refs["counters"].at[phase.left], phase.ctas, 1)
+    choose(cfg, refs, phase)
+    device_ops.arrive(refs["counters"].at[phase.added])
+
+
+def choose(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:
+    """The best columns of a product of one token, the largest first, and each one's share of all that are `chosen`."""
+    layout = plgpu.Layout.WG_STRIDED((phase.columns,), 1)
+    parts = [
+        plgpu.load(refs[phase.out].at[n, 0], layout=layout, optimized=False) for n in range(phase.splits)
+    ]
+    logits = functools.reduce(jnp.add, parts)
+    put(refs["logits"].at[...], logits)
+    ranks = choice.ranks(logits, refs["logits"], interpreted=cfg.interpreted)
+    weights = jnp.exp(logits - jnp.max(logits))
+    counted = (
+        jnp.where(ranks < phase.chooses, weights, 0.0) if cfg.routing and cfg.routing.normalize else weights
+    )
+    choice.store(ranks, weights / jnp.sum(counted), refs["chosen"], refs["factors"], cfg.interpreted)
 
 
 def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, cta: Any) -> None:

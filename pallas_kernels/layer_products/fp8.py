@@ -46,7 +46,7 @@ def product(
 
     def products(*accs: Any) -> tuple[jax.Array, ...]:
         def one(step: Any, nothing: Any) -> None:
-            given = read.wait_for_tokens(step)
+            (given,) = read.wait_for_tokens(step)
             for piece, acc in enumerate(accs):
                 held = read.wait_for_weights(step, piece)
                 # An even number of left operands has registers of its own in each step.

@@ -11,16 +11,15 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.layer_products import device_ops
 from pallas_kernels.layer_products.phases import ATTENDED, HALVES, Config, Phase, Share, i32
-from pallas_kernels.layer_products.tuning import COLUMNS, STEP
 from pallas_kernels.read_once import load_once
 
 
 def load_weights(
     cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, first_use: Any = None
 ) -> None:  # fmt: skip
-    """Into slots held [slots, STEP, COLUMNS], or of codes i32[slots, HALVES, 2, 32, 32]; few at a time whatever others do.
+    """Into slots held[columns] [slots, STEP, COLUMNS], or narrower and deeper, or codes i32[slots, HALVES, 2, 32, 32].
 
-    `first_use`: waits until what a slot held before is read.
+    Few at a time, whatever others do. `first_use`: waits until what a slot held before is read.
     """
     slots = i32(cfg.tuning.weight_slots)
     turn: Any = i32(0)  # of loads
@@ -33,9 +32,13 @@ def load_weights(
 
         return lax.fori_loop(0, jnp.maximum(count, 0), one, seen)
 
-    for phase, share in zip(cfg.phases, Share.all_of(cfg, refs, cta), strict=True):
+    shares = Share.all_of(cfg, refs, cta)
+    for before, phase, share in zip((None, *cfg.phases), cfg.phases, shares, strict=False):
+        routed = before is not None and bool(before.chooses)
+        if before is not None and routed:  # CTAs without gates need to know for later
+            device_ops.wait(refs["counters"].at[before.added], 1, cfg.waiting_for_choice(before))
 
-        def one(n: Any, carry: Any, phase: Phase = phase, share: Share = share) -> Any:
+        def one(n: Any, carry: Any, phase: Phase = phase, share: Share = share, routed: bool = routed) -> Any:
             turn, seen = carry
             step, piece = lax.div(n, i32(phase.pieces)), lax.rem(n, i32(phase.pieces))
             slot = lax.rem(turn, slots)
@@ -43,7 +46,7 @@ def load_weights(
                 pl.when(turn < slots)(functools.partial(first_use, slot))
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             most: Any = i32(cfg.tuning.ahead)
-            if phase.number or cfg.attends:
+            if (phase.number or cfg.attends) and not routed:
                 most = jnp.where(n < slots, cfg.tuning.early, most)
             seen = land(turn - seen - most + 1, seen)
             tile, deep = piece * phase.tiles + share.tile, share.first + step
@@ -51,9 +54,14 @@ def load_weights(
                 deep = pl.ds(deep * (phase.step // TILE), phase.step // TILE)
                 source = refs[phase.weights].at[pl.ds(tile * HALVES, HALVES), deep]
             else:
-                rows = pl.ds(pl.multiple_of(deep * STEP, STEP), STEP)
-                source = refs[phase.weights].at[rows, pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)]
-            load_once(source, held.at[slot], full.at[slot])
+                source = refs[phase.weights]
+                if phase.experts:
+                    nth, tile, deep = phase.place(share.tile, deep)
+                    source = source.at[refs["chosen"][nth]]
+                    tile += piece * (phase.tiles // phase.experts)
+                rows = pl.ds(pl.multiple_of(deep * phase.step, phase.step), phase.step)
+                source = source.at[rows, pl.ds(pl.multiple_of(tile * phase.wide, phase.wide), phase.wide)]
+            load_once(source, held[phase.wide].at[slot], full.at[slot])
             return turn + 1, seen
 
         turn, seen = lax.fori_loop(0, share.steps * phase.pieces, one, (turn, seen))
@@ -69,20 +77,24 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
         if before is not None or cfg.attends:
             if before is None:
                 place, total = ATTENDED, cfg.tuning.ctas
-            elif before.addition:
+            elif before.addition or before.chooses:
                 place, total = before.added, cfg.tokens
             else:
                 place, total = before.left, cfg.warpgroups * before.ctas
-            arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, phase.ctas)
+            waiting = phase.ctas
+            if before is not None and before.chooses:
+                waiting = cfg.waiting_for_choice(before)
+            arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, waiting)
             pl.when(share.active)(arrived)
 
         def one(step: Any, turn: Any, phase: Phase = phase, share: Share = share) -> Any:
             slot = lax.rem(turn, slots)
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-            deep = pl.ds(pl.multiple_of((share.first + step) * phase.step, phase.step), phase.step)
+            each = phase.step // phase.token_loads
+            deep = pl.ds(pl.multiple_of(share.first * phase.step + step * each, each), each)
             source = refs[phase.source].at[pl.ds(0, cfg.slot_rows), deep]
             rows = pl.ds(pl.multiple_of(slot * cfg.slot_rows, 8), cfg.slot_rows)
             plgpu.copy_gmem_to_smem(source, held.at[rows], full.at[slot])
             return turn + 1
 
-        turn = lax.fori_loop(0, share.steps, one, turn)
+        turn = lax.fori_loop(0, share.steps * phase.token_loads, one, turn)

@@ -7,6 +7,9 @@ the barriers, so that the memory is not idle meanwhile, but few at a time: loads
 would wait behind them (`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets
 what of that is spent, so that little of it is ever written to the memory. Weights in FP8 have products of their own kind
 (`fp8`), the rest is the same.
+
+Of one token's products with experts a router is one more, whose largest numbers one CTA finds (`choice`), after which the
+chosen experts' weights are loaded (`phases.mixture_phases`).
 """
 
 import functools
@@ -20,11 +23,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
-from pallas_kernels.layer_products.compute import LINE, add_up, compute, f32
+from pallas_kernels.layer_products.compute import LINE, add_up, choose, compute, f32
 from pallas_kernels.layer_products.load import load_tokens, load_weights
-from pallas_kernels.layer_products.phases import HALVES, Addition, Config, Phase, phases_of
+from pallas_kernels.layer_products.phases import HALVES, Addition, Config, Phase, mixture_phases, phases_of
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
-from pallas_kernels.layer_products.weights import LayerWeights, scales_of
+from pallas_kernels.layer_products.weights import LayerWeights, MixtureWeights, Routing, scales_of
 from pallas_kernels.support import num_sms
 
 COMPUTING, LOADING = 216, 40  # registers of a thread, with two warpgroups of each
@@ -32,27 +35,30 @@ PARAMS = plgpu.CompilerParams(approx_math=True)
 Arrays = dict[str, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "eps", "offset", "tuning", "interpret", "in_parts"))
+@functools.partial(
+    jax.jit, static_argnames=("gate", "eps", "offset", "tuning", "routing", "interpret", "in_parts")
+)
 def layer_products_mosaic_gpu(
     attended: jax.Array,
     x: jax.Array,
-    weights: LayerWeights,
+    weights: LayerWeights | MixtureWeights,
     counters: jax.Array,
     *,
     gate: Gate,
     eps: float,
     offset: float,
     tuning: Tuning,
+    routing: Routing | None = None,
     interpret: Any = None,
     in_parts: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.layer_products.layer_products`."""
     interpreted = interpret is not None
-    phases = phases_for(x, weights, gate, tuning, interpreted=interpreted)
+    phases = phases_for(x, weights, gate, tuning, routing, interpreted=interpreted)
     given = weights.operands | {"attended": attended, "x": x, "counters": counters}
     made = results_of(x, phases)
     config = functools.partial(
-        Config, tokens=len(x), tuning=tuning, eps=eps, offset=offset, interpreted=interpreted
+        Config, tokens=len(x), tuning=tuning, eps=eps, offset=offset, routing=routing, interpreted=interpreted
     )
     if interpreted:
         known = _interpreted([config(phases=(phase,)) for phase in phases], given, made, interpret)
@@ -66,13 +72,23 @@ def layer_products_mosaic_gpu(
 
 
 def phases_for(
-    x: jax.Array, weights: LayerWeights, gate: Gate, tuning: Tuning, *, interpreted: bool = False
+    x: jax.Array,
+    weights: LayerWeights | MixtureWeights,
+    gate: Gate,
+    tuning: Tuning,
+    routing: Routing | None = None,
+    *,
+    interpreted: bool = False,
 ) -> tuple[Phase, ...]:
     """Raises ValueError for weights that `tuning` cannot cut."""
     tokens, (depth, width, inner, heads) = len(x), weights.columns
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % tuning.step:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
-    phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
+    if isinstance(weights, MixtureWeights):
+        assert routing is not None
+        phases = mixture_phases(*weights.columns, gate, tuning, weights.router.shape[1], routing)
+    else:
+        phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
     if weights.fp8 != tuning.fp8:
         raise ValueError(f"weights {'' if weights.fp8 else 'not '}in FP8: {tuning} is for others")
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
@@ -94,7 +110,16 @@ def results_of(x: jax.Array, phases: tuple[Phase, ...]) -> dict[str, jax.ShapeDt
             made[phase.out] = jax.ShapeDtypeStruct((phase.splits, rows, phase.columns), f32)
         if phase.addition:
             made |= dict.fromkeys(phase.addition.made, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        if phase.chooses:
+            made |= choice_of(phase)
     return made
+
+
+def choice_of(phase: Phase) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is made of a router's product: its numbers, the chosen experts, the likeliest first, and their weights."""
+    each = jax.ShapeDtypeStruct((phase.chooses,), f32)
+    logits = jax.ShapeDtypeStruct((phase.columns,), f32)
+    return {"logits": logits, "chosen": jax.ShapeDtypeStruct(each.shape, jnp.int32), "factors": each}
 
 
 def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = None) -> Arrays:
@@ -116,6 +141,8 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         wg = lax.axis_index("wg")
         slots, spare = slots[:4], slots[4:]
 
+        views = views_of(cfg, weights_s)
+
         def registers(count: int, action: Any) -> None:
             if wgs == 2:
                 plgpu.set_max_registers(count, action=action)
@@ -123,12 +150,12 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *spare)
+            compute(cfg, refs, cta, wg, views, tokens_s, out_s.at[wg], *slots, *spare)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
             registers(LOADING, "decrease")
-            load_weights(cfg, refs, cta, weights_s, *slots[:2])
+            load_weights(cfg, refs, cta, views, *slots[:2])
 
         @pl.when(wg == wgs + 1)
         def _load_tokens() -> None:
@@ -140,17 +167,25 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
 
 
 def memory(cfg: Config, dtype: Any) -> list[Any]:
-    """Shared memory of weights, tokens and what is stored."""
+    """Shared memory of weights (see `views_of`), tokens and what is stored."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     wgs, tuning = cfg.warpgroups, cfg.tuning
     read_on = 0 if tuning.fp8 else wgs * TOKENS - cfg.slot_rows
+    shapes = [(tuning.weight_slots, STEP * COLUMNS // wide, wide) for wide in cfg.wides]
+    weights = [plgpu.SMEM(shape, dtype, transforms=tiled) for shape in shapes]
+    if tuning.fp8:  # as they are packed
+        weights = [plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)]
     return [
-        plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)
-        if tuning.fp8  # as they are packed
-        else plgpu.SMEM((tuning.weight_slots, STEP, COLUMNS), dtype, transforms=tiled),
+        weights[0] if len(weights) == 1 else plgpu.RefUnion(*((each,) for each in weights)),
         plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled),
         plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled),
     ]
+
+
+def views_of(cfg: Config, weights_s: Any) -> dict[int, Any]:
+    """Slots of weights by how many columns a tile in them has: the fewer, the deeper it is."""
+    views = [weights_s] if len(cfg.wides) == 1 else [view for (view,) in weights_s]
+    return dict(zip(cfg.wides, views, strict=True))
 
 
 def barriers(cfg: Config) -> list[Any]:
@@ -168,11 +203,13 @@ def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], int
     known = dict(given)
     for cfg in configs:
         (phase,) = cfg.phases
-        scales = [scales_of(phase.weights)] * cfg.tuning.fp8
-        used = {name: known[name] for name in (phase.source, phase.weights, "x", *scales)}
+        others = [scales_of(phase.weights)] * cfg.tuning.fp8 + ["chosen", "factors"] * bool(phase.experts)
+        used = {name: known[name] for name in (phase.source, phase.weights, "x", *others)}
         known |= _call(cfg, used, {phase.out: made[phase.out]}, interpret)
         if phase.addition:
             known |= _added_up(cfg, phase, phase.addition, known, made, interpret)
+        if phase.chooses:
+            known |= _chosen(cfg, phase, known, interpret)
     return known
 
 
@@ -190,3 +227,15 @@ def _added_up(
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     return dict(zip(how.made, kernel(*given.values()), strict=True))
+
+
+def _chosen(cfg: Config, phase: Phase, known: Arrays, interpret: Any) -> Arrays:
+    made = choice_of(phase)
+
+    def choose_experts(parts: Any, *outs: Any) -> None:
+        choose(cfg, {phase.out: parts} | dict(zip(made, outs, strict=True)), phase)
+
+    kernel = plgpu.kernel(
+        choose_experts, out_type=list(made.values()), compiler_params=PARAMS, interpret=interpret
+    )
+    return dict(zip(made, kernel(known[phase.out]), strict=True))

@@ -8,13 +8,17 @@ from jax import lax
 
 from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.gates import Gate
-from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning, splits
+from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning, gate_columns, splits
+from pallas_kernels.layer_products.weights import Routing
 
 i32 = jnp.int32
 STRIDE = 32  # of counters, so that each has a cache line
+MOST_PHASES = 5
 HALVES = COLUMNS // TILE  # of a tile's columns, where weights are in FP8
-ATTENDED = 6 * STRIDE  # place of the counter of CTAs whose attention is done, if that is a part of the kernel
-COUNTERS = 7 * STRIDE
+ATTENDED = (
+    2 * MOST_PHASES * STRIDE
+)  # of the counter of CTAs whose attention is done, if that is a part of the kernel
+COUNTERS = ATTENDED + STRIDE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +64,27 @@ class Phase:
     splits: int = 1
     addition: Addition | None = None
     step: int = STEP  # of the depth
+    wide: int = COLUMNS  # of a tile's columns
+    token_loads: int = 1  # of each step
+    chooses: int = 0  # the best columns of so many
+    experts: int = 0  # how many chosen ones the weights are of, side by side in the depth or in the columns
 
     @property
     def pieces(self) -> int:
-        """Of COLUMNS columns, that a tile has."""
+        """Of `wide` columns, that a tile has."""
         return 2 if self.gate else 1
 
     @property
     def tiles(self) -> int:
-        return self.columns // COLUMNS
+        return self.columns // self.wide
+
+    def place(self, tile: Any, deep: Any) -> tuple[Any, Any, Any]:
+        """(Which of the chosen experts, tile, step along the depth) within its weights."""
+        if self.gate:
+            each = self.tiles // self.experts
+            return lax.div(tile, i32(each)), lax.rem(tile, i32(each)), deep
+        each = self.depth // self.step // self.experts
+        return lax.div(deep, i32(each)), tile, lax.rem(deep, i32(each))
 
     @property
     def ctas(self) -> int:
@@ -81,7 +97,7 @@ class Phase:
 
     @property
     def added(self) -> int:
-        """Place of the counter of tokens whose parts are added up."""
+        """Place of the counter of tokens whose parts are added up, or which have chosen."""
         return (2 * self.number + 1) * STRIDE
 
 
@@ -94,6 +110,7 @@ class Config:
     offset: float
     interpreted: bool  # one phase, and nothing waits for others
     attends: bool = False  # all CTAs attend before the first product
+    routing: Routing | None = None  # of a mixture of experts
 
     @property
     def warpgroups(self) -> int:
@@ -109,6 +126,15 @@ class Config:
         The interpreter would see a race in that.
         """
         return -(-self.tokens // TOKENS) * TOKENS if self.interpreted else -(-self.tokens // 8) * 8
+
+    def waiting_for_choice(self, phase: Phase) -> int:
+        """Warpgroups: those that load weights in all CTAs, and those that load tokens for the next phase."""
+        return self.tuning.ctas + self.phases[phase.number + 1].ctas
+
+    @property
+    def wides(self) -> list[int]:
+        """Columns of the tiles of weights."""
+        return sorted({phase.wide for phase in self.phases})
 
     @property
     def last(self) -> int:
@@ -168,3 +194,41 @@ def phases_of(
         product(2, "opened", "down", inner, width, after_down),
     )
     return (*phases, product(3, "h_next", "heads", width, heads, None)) if heads else phases
+
+
+def mixture_phases(
+    attended: int,
+    width: int,
+    inner: int,
+    heads: int,
+    gate: Gate,
+    tuning: Tuning,
+    experts: int,
+    routing: Routing,
+) -> tuple[Phase, ...]:
+    """The same of one token and a mixture of experts, `inner` numbers each.
+
+    The chosen ones' gates lie side by side, and what is let through meets `down` as one depth: so that product adds up the
+    experts, whose weights are factors of what is let through.
+    """
+    norm, normed = ("next_norm", "h_next") if heads else (None, None)
+    after_out = Addition("x", "middle", None, "norm", "h")
+    after_down = Addition("middle", "x_new", None, norm, normed, ("h", "opened", "middle"))
+
+    def product(number: int, source: str, weights: str, depth: int, columns: int, **rest: Any) -> Phase:
+        parts = splits(depth, columns, tuning.ctas)
+        return Phase(number, source, weights, f"{weights}_parts", depth, columns, splits=parts, **rest)
+
+    behind = routing.experts * inner
+    wide = gate_columns(behind, tuning.ctas)
+    deep = COLUMNS // wide
+    phases = (
+        product(0, "attended", "out", attended, width, addition=after_out),
+        product(1, "h", "router", width, experts, chooses=routing.experts),
+        Phase(
+            2, "h", "gate_up", "opened", width, behind, gate, step=STEP * deep, wide=wide, token_loads=deep,
+            experts=routing.experts,
+        ),
+        product(3, "opened", "down", behind, width, addition=after_down, experts=routing.experts),
+    )  # fmt: skip
+    return (*phases, product(4, "h_next", "heads", width, heads)) if heads else phases

@@ -37,15 +37,20 @@ class Steps:
     turn: Any  # of weights
     token_turn: Any
     pieces: int  # of weights in each step
+    token_loads: int
+    held: Any  # the slots of weights
 
-    def wait_for_tokens(self, step: Any) -> Any:
-        return self.tokens.wait(self.token_turn + step)
+    def wait_for_tokens(self, step: Any) -> list[Any]:
+        """As many as the step has loads."""
+        first = self.token_turn + step * self.token_loads
+        return [self.tokens.wait(first + n) for n in range(self.token_loads)]
 
     def wait_for_weights(self, step: Any, piece: int) -> Any:
-        return self.weights.wait(self.turn + step * self.pieces + piece)
+        return self.held.at[self.weights.wait(self.turn + step * self.pieces + piece)]
 
     def release(self, step: Any, when: Any = True) -> None:
         """All that a step has read."""
         for piece in range(self.pieces):
             self.weights.release(self.turn + step * self.pieces + piece, when)
-        self.tokens.release(self.token_turn + step, when)
+        for n in range(self.token_loads):
+            self.tokens.release(self.token_turn + step * self.token_loads + n, when)

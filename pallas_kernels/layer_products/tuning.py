@@ -50,6 +50,7 @@ class Generation:
     least_weights: int = 7 << 23  # numbers
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
+    kinds_mixture: tuple[str, ...] = ()  # the same for layers with experts: on none so far
 
 
 TUNING = {"9.0": Generation()}
@@ -69,15 +70,19 @@ def tuning_for(
     device: jax.Device | None = None,
     *,
     fp8: bool = False,
+    mixture: tuple[int, int] | None = None,
 ) -> Tuning | None:
     """Of layers with so many numbers from attention, in the residual stream, behind the gates and of heads, for each token.
 
-    `fp8`: the weights are.
+    `fp8`: the weights are. `mixture`: so many experts, and how many of them are chosen; the gates are those of each.
 
     None where the kernel cannot cut its matrices, or products by themselves may be faster.
     """
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
+    if mixture:
+        columns = attended, width, inner, heads
+        return _mixture_tuning(generation, device, *columns, *mixture) if tokens == 1 else None
     ctas = num_sms()
     if not measured_on(generation.kinds, device) or not can_take(tokens, fp8) or tokens > ctas:
         return None
@@ -101,11 +106,37 @@ def tuning_for(
     )
 
 
+def _mixture_tuning(
+    generation: Generation,
+    device: jax.Device,
+    attended: int,
+    width: int,
+    inner: int,
+    heads: int,
+    experts: int,
+    chosen: int,
+) -> Tuning | None:
+    """Of one token's products with as many `experts` as a tile has columns, each numbered by a thread."""
+    if not measured_on(generation.kinds_mixture, device) or experts != COLUMNS:
+        return None
+    if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % STEP:
+        return None
+    ctas = num_sms()
+    if max(width, heads, chosen * inner) // COLUMNS > ctas:
+        return None
+    return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1))
+
+
 def token_slots(tokens: int, fp8: bool = False) -> int:
     """As many as there is room for: the latency of their loads is what a product begins with."""
     room = (4 if tokens <= TOKENS else 10) * TOKENS
     steps = min(room // (-(-tokens // MULTIPLE) * MULTIPLE), MOST_TOKEN_SLOTS)
     return steps // 2 if fp8 else steps
+
+
+def gate_columns(columns: int, ctas: int) -> int:
+    """Of a tile of gates, half as many if there are CTAs for these tiles: few CTAs do not take in what the memory gives."""
+    return COLUMNS // 2 if columns // (COLUMNS // 2) <= ctas else COLUMNS
 
 
 def splits(depth: int, columns: int, ctas: int) -> int:

@@ -1,5 +1,6 @@
 """The weights that a layer's kernel takes."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -51,6 +52,46 @@ class LayerWeights(NamedTuple):
             else:
                 named[name] = each
         return named
+
+
+class MixtureWeights(NamedTuple):
+    """The same of a layer whose MLP is a mixture of X experts, of F numbers each; all are floats, and for one token."""
+
+    out: jax.Array  # [A, E]
+    norm: jax.Array  # [E]
+    router: jax.Array  # [E, X]
+    gate_up: jax.Array  # [X, E, 2 F], gates first
+    down: jax.Array  # [X, F, E]
+    next_norm: jax.Array | None = None  # [E]
+    heads: jax.Array | None = None  # [E, H]
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """(A, E, F, H), H being 0 without heads."""
+        depth, width = self.out.shape
+        return depth, width, self.down.shape[1], 0 if self.heads is None else self.heads.shape[1]
+
+    @property
+    def fp8(self) -> bool:
+        return False
+
+    @property
+    def given(self) -> dict[str, jax.Array]:
+        """What is there, by name."""
+        return {name: each for name, each in self._asdict().items() if each is not None}
+
+    @property
+    def operands(self) -> dict[str, jax.Array]:
+        """The same."""
+        return self.given
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How a router's numbers become experts and their weights."""
+
+    experts: int  # that a token goes through, the likeliest
+    normalize: bool  # their weights add up to one, otherwise they are what they are among all experts'
 
 
 def shape_of(matrix: Matrix) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from tests.kernels.layer_cases import Case, check_layer, columns_of
 SHAPE = {"llama": LLAMA_8B, "gemma": SHAPES["gemma-3-12b"], "qwen": SHAPES["qwen3-4b"]}
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
 OTHER = lp.Tuning(ctas=2, weight_slots=5, token_slots=3, ahead=2, early=1)
+MIXTURE = {"num_experts": 128, "experts_per_token": 3, "expert_size": 128}
 COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
 
 
@@ -88,7 +89,7 @@ def test_weights_that_do_not_belong_together_are_refused():
     for others, message in (
         ((attended[:, 1:], x, weights, counters), r"attended \(8, 255\): expected \(8, 256\), as out is \(256, 128\)"),
         ((attended, x, weights._replace(norm=x), counters), r"norm \(8, 128\): expected \(128,\)"),
-        ((attended, x, weights, counters[1:]), r"counters .*: expected \(224,\)"),
+        ((attended, x, weights, counters[1:]), r"counters .*: expected \(352,\)"),
         ((attended, x, weights._replace(next_norm=None), counters), "one of next_norm and heads: give both or none"),
         ((attended, x, weights._replace(out_post=x[0]), counters), "one of out_post and down_post"),
         ((attended, x, weights._replace(out=in_fp8.out), counters), "some of the matrices are in FP8"),
@@ -98,7 +99,7 @@ def test_weights_that_do_not_belong_together_are_refused():
 
 
 def test_what_has_no_kernel_is_said():
-    (attended, x, weights), counters = Case(8, 256, 128, 256).arrays(), jnp.zeros(224, jnp.int32)
+    (attended, x, weights), counters = Case(8, 256, 128, 256).arrays(), lp.counters_of(jnp.arange(3))
     with pytest.raises(NotImplementedError, match="platform cpu: the kernels run on NVIDIA Hopper GPUs"):
         lp.layer_products(attended, x, weights, counters, eps=1e-5)
     with pytest.raises(NotImplementedError, match="tokens and weights of bfloat16, float32"):
@@ -156,13 +157,19 @@ def test_layers_share_one_kernel_text(tokens):
         ({"qkv_bias": True}, 64, True),
         ({}, 136, False),
         ({"attn_out_bias": True}, 64, False),
-        ({"num_experts": 4, "experts_per_token": 2, "expert_size": 64}, 64, False),
+        (MIXTURE, 1, True),
+        (MIXTURE | {"normalize_experts": False}, 1, True),
+        (MIXTURE, 2, False),
+        (MIXTURE | {"dense_layers": (1,)}, 1, False),
+        (MIXTURE | {"expert_bias": True}, 1, False),
+        (MIXTURE | {"weights_fp8": True}, 1, False),
+        (MIXTURE | {"num_experts": 64}, 1, False),
         ({"weights_fp8": True}, 40, True),
         ({"weights_fp8": True}, 48, False),
     ],
     ids=str,
 )
-def test_a_model_has_it_for_dense_layers(small_weights, monkeypatch, changes, tokens, has_it):
+def test_models_that_have_it(small_weights, monkeypatch, changes, tokens, has_it):
     """The reference in its place: what models hand to it, and with what they go on, is what they compute otherwise."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     config = tiny_config(**{"num_layers": 3} | shape | changes)
@@ -174,7 +181,7 @@ def test_a_model_has_it_for_dense_layers(small_weights, monkeypatch, changes, to
         return forward(params, config, at, at, lambda state, layer, q, k, v: (q, state), ())[0]
 
     with monkeypatch.context() as without:
-        without.setattr(lp, "tuning_for", lambda *shape, fp8: None)
+        without.setattr(lp, "tuning_for", lambda *shape, **kind: None)
         expected = logits(params)
     given = []
 
@@ -211,7 +218,7 @@ def test_layers_that_have_it(small_weights):
 @pytest.fixture
 def small_weights(monkeypatch):
     """The kernel is worth while for any weights, and there is a device for it, of one dtype."""
-    least = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0)
+    least = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0, kinds_mixture=("",))
     monkeypatch.setitem(TUNING, "9.0", least)
 
     def check(*arrays):

@@ -7,20 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.decode_step import PRODUCTS, without
+from benchmarks.decode_step import PRODUCTS, on_any_gpu, without
 from benchmarks.dense_products import queries_as_result
 from benchmarks.shapes import SHAPES
 from models.params import map_specs, param_specs
 from models.products import has_layer_kernel
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
+from pallas_kernels.layer_products.tuning import TUNING
 from pallas_kernels.support import num_sms
+from tests.kernels import mixture_cases
 from tests.kernels.layer_cases import Case, check_layer, columns_of
+from tests.kernels.mixture_cases import QWEN3
 
 pytestmark = pytest.mark.gpu
 SMS = num_sms()
 FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4)
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
+FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
 FP8 = dataclasses.replace(FEW, weight_slots=10, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 
@@ -57,8 +61,24 @@ def test_layers_in_fp8(case, tokens):
     check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), FP8, repeats=10)
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-12b"])
-@pytest.mark.parametrize("tokens", [2, 64, 96])
+@pytest.mark.parametrize(
+    "case",
+    [
+        QWEN3,
+        dataclasses.replace(QWEN3, normalize=False, heads=0),
+        mixture_cases.Case(4096, 4096, 1536, 8, heads=8192 + 1024),  # Qwen3-235B-A22B
+        mixture_cases.Case(192, 256, 128, 3, heads=384, gate="gelu", offset=1.0, dtype="float16"),
+    ],
+    ids=["Qwen3-30B-A3B", "its last, shares of all experts", "Qwen3-235B-A22B", "small"],
+)
+def test_mixtures(case):
+    mixture_cases.check_mixture(case, FEW_OF_ONE, repeats=10)
+
+
+MODELS = [(name, tokens) for name in ("llama-3.1-8b", "gemma-3-12b") for tokens in (2, 64, 96)]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [*MODELS, ("qwen3-30b-a3b", 1)])
 def test_models_with_it_and_without(name, tokens):
     """As the engine has it, with the tuning of the device; norms are no ones, and MLPs weigh as much as the stream."""
     config = SHAPES[name].replace(num_layers=3, sliding_layers=(), vocab_size=1024)
@@ -71,7 +91,7 @@ def test_models_with_it_and_without(name, tokens):
     params, at = map_specs(draw, param_specs(config)), jnp.arange(tokens)
     outs = []
     for left_out in ((), PRODUCTS):
-        with without(*left_out):
+        with on_any_gpu(TUNING), without(*left_out):
             of = config.replace(name=f"{name}, {len(left_out)}")
             assert has_layer_kernel(params["layers"], params["embed"][:tokens], of) == (not left_out)
             outs.append(
