@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.gpu_program import as_on_hopper
 from benchmarks.shapes import LLAMA_8B, SHAPES
-from models.products import has_layer_kernel
+from models.products import has_layer_kernel, layer_tuning
 from models.testing import random_params, tiny_config
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
-from pallas_kernels.layer_products import tuning as layer_tuning
+from pallas_kernels.layer_products import tuning as kernel_tuning
 from pallas_kernels.layer_products.phases import Share, phases_of
 from pallas_kernels.layer_products.tuning import STEP, TUNING
 from tests.kernels.layer_cases import Case, check_layer, columns_of
@@ -22,6 +22,7 @@ from tests.kernels.layer_cases import Case, check_layer, columns_of
 SHAPE = {"llama": LLAMA_8B, "gemma": SHAPES["gemma-3-12b"], "qwen": SHAPES["qwen3-4b"]}
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
 OTHER = lp.Tuning(ctas=2, weight_slots=5, token_slots=3, ahead=2, early=1)
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 MIXTURE = {"num_experts": 128, "experts_per_token": 3, "expert_size": 128}
 COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
 
@@ -67,7 +68,7 @@ def test_what_is_left_to_products_by_themselves():
 
 def test_no_more_tokens_than_multiprocessors(monkeypatch):
     """Each of these adds up one token: an H100 for PCIe has 114."""
-    monkeypatch.setattr(layer_tuning, "num_sms", lambda: 114)
+    monkeypatch.setattr(kernel_tuning, "num_sms", lambda: 114)
     assert lp.tuning_for(112, *COLUMNS["llama"]).ctas == 114
     assert lp.tuning_for(120, *COLUMNS["llama"]) is None
 
@@ -149,30 +150,21 @@ def test_layers_share_one_kernel_text(tokens):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "has_it"),
+    ("changes", "tokens"),
     [
-        ({}, 64, True),
-        ({"gelu": True, "norm_offset": 1.0, "qk_norm": True}, 64, True),
-        ({"post_norms": True}, 64, True),
-        ({"qkv_bias": True}, 64, True),
-        ({}, 136, False),
-        ({"attn_out_bias": True}, 64, False),
-        (MIXTURE, 1, True),
-        (MIXTURE | {"normalize_experts": False}, 1, True),
-        (MIXTURE, 2, False),
-        (MIXTURE | {"dense_layers": (1,)}, 1, False),
-        (MIXTURE | {"expert_bias": True}, 1, False),
-        (MIXTURE | {"weights_fp8": True}, 1, False),
-        (MIXTURE | {"num_experts": 64}, 1, False),
-        ({"weights_fp8": True}, 40, True),
-        ({"weights_fp8": True}, 48, False),
+        ({}, 64),
+        ({"gelu": True, "norm_offset": 1.0, "qk_norm": True}, 64),
+        ({"post_norms": True}, 64),
+        ({"qkv_bias": True}, 64),
+        ({"weights_fp8": True}, 40),
+        (MIXTURE, 1),
+        (MIXTURE | {"normalize_experts": False}, 1),
     ],
     ids=str,
 )
-def test_models_that_have_it(small_weights, monkeypatch, changes, tokens, has_it):
+def test_models_that_have_it(small_weights, monkeypatch, changes, tokens):
     """The reference in its place: what models hand to it, and with what they go on, is what they compute otherwise."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    config = tiny_config(**{"num_layers": 3} | shape | changes)
+    config = tiny_config(**{"num_layers": 3} | SMALL | changes)
     params = random_norms(random_params(config))
     at = jnp.arange(tokens)
 
@@ -192,7 +184,24 @@ def test_models_that_have_it(small_weights, monkeypatch, changes, tokens, has_it
     monkeypatch.setattr(lp, "layer_products", instead)
     jax.clear_caches()
     np.testing.assert_allclose(logits(params), expected, rtol=1e-4, atol=1e-4)
-    assert given == ([True, False] if has_it else [])  # layers with others after them are traced once
+    assert given == [True, False]  # layers with others after them are traced once
+
+
+def test_models_that_have_none(small_weights):
+    for changes, tokens in (
+        ({}, 136),
+        ({"attn_out_bias": True}, 64),
+        ({"weights_fp8": True}, 48),
+        (MIXTURE, 2),
+        (MIXTURE | {"dense_layers": (1,)}, 1),
+        (MIXTURE | {"expert_bias": True}, 1),
+        (MIXTURE | {"swiglu_limit": 7.0}, 1),
+        (MIXTURE | {"weights_fp8": True}, 1),
+        (MIXTURE | {"num_experts": 64}, 1),
+    ):
+        assert layer_tuning(tokens, tiny_config(**SMALL | changes)) is None, changes
+    for changes, tokens in (({}, 128), ({"weights_fp8": True}, 40), (MIXTURE, 1)):
+        assert layer_tuning(tokens, tiny_config(**SMALL | changes)) is not None, changes
 
 
 def test_layers_that_have_it(small_weights):
