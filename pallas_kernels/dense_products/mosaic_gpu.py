@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.beyond import first_rows
 from pallas_kernels.dense_products.tuning import STEP, TOKENS, TUNING, Tuning, warpgroups
 from pallas_kernels.gates import Gate, gated
 from pallas_kernels.read_once import load_once
@@ -162,7 +163,7 @@ def _load(cfg: _Config, x: Any, weights: Any, x_s: Any, weights_s: Any, full: An
             first = pl.multiple_of(half * per_half + lax.axis_index("tile") * cfg.columns, cfg.columns)
             held = weights.at[deep, pl.ds(first, cfg.columns)]
             load_once(held, weights_s.at[slot, half], full.at[slot])
-        plgpu.copy_gmem_to_smem(x.at[pl.ds(0, x_s.shape[1]), deep], x_s.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(x.at[first_rows(x_s.shape[1], j), deep], x_s.at[slot], full.at[slot])
 
     lax.fori_loop(0, cfg.steps, one_step, None)
 

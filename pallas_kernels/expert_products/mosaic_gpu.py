@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.beyond import first_rows
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.reference import GATE_SLOPE
 from pallas_kernels.expert_products.tuning import ALIGN, BOX, DEPTH, ROWS, Tuning
@@ -64,8 +65,7 @@ class _Tile:
         self.column = pl.multiple_of(column * cfg.width, cfg.width)
         self.expert, row, self.rows = blocks.place(block, cfg.rows)
         self.row = pl.multiple_of(row, ALIGN)
-        # Of a token one row, and zeros beyond it: JAX from 0.12 on takes no constant that reaches beyond an array.
-        of_token = pl.ds(row * 0, ALIGN)
+        of_token = first_rows(ALIGN, row)  # a token is one
         self.given = (blocks.token(row), of_token) if cfg.of_tokens else (pl.ds(self.row, cfg.rows),)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.beyond import first_rows
 from pallas_kernels.fp8_products.device_ops import unpack
 from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.gates import gated
@@ -80,5 +81,5 @@ def product(
     opened, opened_s = gated(gates, values, phase.gate).astype(out_s.dtype), out_s.at[pl.ds(0, rows)]
     store_transposed(opened, opened_s, interpreted=cfg.interpreted)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(opened_s, out.at[pl.ds(0, rows), columns_of(0)])
+    plgpu.copy_smem_to_gmem(opened_s, out.at[first_rows(rows, wg), columns_of(0)])
     plgpu.wait_smem_to_gmem(0)

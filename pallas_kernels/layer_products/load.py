@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.beyond import first_rows
 from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.layer_products import device_ops
 from pallas_kernels.layer_products.phases import ATTENDED, HALVES, Config, Phase, Share, i32
@@ -92,7 +93,7 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             each = phase.step // phase.token_loads
             deep = pl.ds(pl.multiple_of(share.first * phase.step + step * each, each), each)
-            source = refs[phase.source].at[pl.ds(0, cfg.slot_rows), deep]
+            source = refs[phase.source].at[first_rows(cfg.slot_rows, turn), deep]
             rows = pl.ds(pl.multiple_of(slot * cfg.slot_rows, 8), cfg.slot_rows)
             plgpu.copy_gmem_to_smem(source, held.at[rows], full.at[slot])
             return turn + 1

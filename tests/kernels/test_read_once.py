@@ -1,13 +1,11 @@
 """Which loads of a kernel have the hint that the L2 may give their lines up first."""
 
-from collections import Counter
-
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import launch_context
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import layer_products, read_once
 from pallas_kernels.layer_products import Tuning
@@ -17,25 +15,16 @@ bf16 = jnp.bfloat16
 
 
 @pytest.fixture
-def loads(monkeypatch):
-    """Counts loads by their policy, None being the ordinary one, as they are lowered."""
-    seen: Counter[int | None] = Counter()
-    nvvm = launch_context.nvvm
-    lowered = getattr(nvvm, read_once.LOAD)
-    made = []
-    constant = read_once.c
+def hints(monkeypatch):
+    """Of the loads to shared memory, in the order in which they are lowered: whether they have one."""
+    seen: list[bool] = []
+    policy = read_once.policy
 
-    def note(value, kind):
-        made.append(value)
-        return constant(value, kind)
+    def note():
+        seen.append((hint := policy()) is not None)
+        return hint
 
-    def counted(*args, **options):
-        made.clear()
-        lowered(*args, **options)
-        seen[made[0] if made else None] += 1
-
-    monkeypatch.setattr(read_once, "c", note)
-    monkeypatch.setattr(nvvm, read_once.LOAD, counted)
+    monkeypatch.setattr(read_once, "policy", note)
     return seen
 
 
@@ -43,7 +32,7 @@ def lower(function, *args):
     jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
 
-def test_loads_that_are_marked(loads):
+def test_loads_that_are_marked(hints):
     def kernel(x, out, held, barrier):
         def load(first, copy):
             copy(x.at[pl.ds(first, 64)], held, barrier)
@@ -60,21 +49,16 @@ def test_loads_that_are_marked(loads):
         scratch_types=[plgpu.SMEM((64, 64), bf16), plgpu.Barrier()],
     )  # fmt: skip
     lower(call, jax.ShapeDtypeStruct((256, 64), bf16))
-    assert loads == {read_once.EVICT_FIRST: 2, None: 1}
+    assert hints == [True, True, False]
 
 
-def test_weights_and_not_tokens(loads):
+def test_weights_and_not_tokens(hints):
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, bf16)
 
     weights = layer_products.LayerWeights(
-        array(256, 256),
-        array(256),
-        array(256, 512),
-        array(256, 256),
-        next_norm=array(256),
-        heads=array(256, 384),
-    )
+        array(256, 256), array(256), array(256, 512), array(256, 256), next_norm=array(256), heads=array(256, 384)
+    )  # fmt: skip
     tuning = Tuning(ctas=8, weight_slots=4, token_slots=2)
 
     def ended(attended, x, weights, counters):
@@ -84,4 +68,19 @@ def test_weights_and_not_tokens(loads):
 
     counters = jax.eval_shape(layer_products.counters_of, jax.ShapeDtypeStruct((8,), jnp.int32))
     lower(ended, array(8, 256), array(8, 256), weights, counters)
-    assert loads == {read_once.EVICT_FIRST: 4, None: 4}  # each of four products has one of both
+    assert sorted(hints) == [False] * 4 + [True] * 4  # each of four products has one of both
+
+
+def test_the_hint_in_text(monkeypatch):
+    """As JAX has loads from 0.12 on."""
+    seen = []
+    monkeypatch.setattr(llvm, "inline_asm", lambda result, *args, **options: seen.append(args))
+    monkeypatch.setattr(read_once, "policy", lambda: "policy")
+    read_once._hint_text()
+    load = "@$0 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [$1], [$2, {$4,$5}], [$3];"
+    llvm.inline_asm(None, ["p", "s", "t", "b", "x", "y"], load, "b,r,l,r,r,r", has_side_effects=True)
+    llvm.inline_asm(None, ["p"], "@$0 nop;", "b")
+    operands, text, constraints = seen[0]
+    assert operands[-1] == "policy" and constraints == "b,r,l,r,r,r,l"
+    assert text.endswith("::bytes.L2::cache_hint [$1], [$2, {$4,$5}], [$3], $6;")
+    assert seen[1] == (["p"], "@$0 nop;", "b")
