@@ -76,9 +76,11 @@ def ordinary_loads() -> Iterator[None]:
     """Nothing tells the L2 what is read once, or not read again."""
     jax.clear_caches()  # of kernels' traces, in which rows are forgotten
     ordinary = mock.patch.object(read_once, "EVICT_FIRST", read_once.EVICT_NORMAL)
-    with ordinary, mock.patch.object(device_ops, "forget"):
-        yield
-    jax.clear_caches()
+    try:
+        with ordinary, mock.patch.object(device_ops, "forget"):
+            yield
+    finally:
+        jax.clear_caches()
 
 
 def on_any_gpu(tuning: dict[str, Any]) -> Any:
