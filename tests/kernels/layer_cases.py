@@ -66,10 +66,16 @@ def in_float32(array: jax.Array) -> jax.Array:
     return array if jnp.issubdtype(array.dtype, jnp.integer) else array.astype(jnp.float32)
 
 
-def check_layer(case: Case, tuning: lp.Tuning | None = None, interpret: Any = None, repeats: int = 0) -> None:
-    """The kernel against float32 products of the same numbers, and as often the same bits."""
+def check_layer(
+    case: Any,
+    tuning: lp.Tuning | None = None,
+    interpret: Any = None,
+    repeats: int = 0,
+    routing: lp.Routing | None = None,
+) -> None:
+    """The kernel against float32 products of the same numbers, and as often the same bits. `routing`: of experts."""
     arrays = case.arrays()
-    how: dict[str, Any] = {"gate": case.gate, "eps": 1e-5, "offset": case.offset}
+    how: dict[str, Any] = {"gate": case.gate, "eps": 1e-5, "offset": case.offset, "routing": routing}
     run = jax.jit(
         lambda *arrays: lp.layer_products(
             *arrays, lp.counters_of(jnp.arange(3)), **how, tuning=tuning, interpret=interpret

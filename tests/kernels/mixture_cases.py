@@ -4,13 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import layer_products as lp
 from pallas_kernels.gates import Gate
-from tests.kernels.expert_cases import relative_error
-from tests.kernels.layer_cases import in_float32
+from tests.kernels.layer_cases import check_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +24,7 @@ class Case:
     gate: Gate = "silu"
     offset: float = 0.0
     dtype: str = "bfloat16"
+    tokens: int = 1
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
@@ -59,21 +57,5 @@ QWEN3 = Case(4096, 2048, 768, 8, heads=5120)  # 30B-A3B
 
 
 def check_mixture(case: Case, tuning: lp.Tuning, interpret: Any = None, repeats: int = 0) -> None:
-    """The kernel against float32 products of the same numbers, and as often the same bits."""
-    arrays = case.arrays()
-    how: dict[str, Any] = {"gate": case.gate, "eps": 1e-5, "offset": case.offset}
-    how["routing"] = lp.Routing(case.chosen, case.normalize)
-    run = jax.jit(
-        lambda *arrays: lp.layer_products(
-            *arrays, lp.counters_of(jnp.arange(3)), **how, tuning=tuning, interpret=interpret
-        )
-    )
-    outs = run(*arrays)
-    exact = lp.layer_products_reference(*jax.tree.map(in_float32, arrays), **how)
-    assert (outs[1] is None) == (case.heads == 0)
-    for out, expected, columns in zip(outs, exact, (case.width, case.heads), strict=True):
-        if out is not None:
-            assert out.shape == (1, columns) and out.dtype == case.dtype
-            assert relative_error(out, expected) < {"bfloat16": 2.0**-6, "float16": 2.0**-9}[case.dtype]
-    for _ in range(repeats):
-        jax.tree.map(np.testing.assert_array_equal, run(*arrays), outs)
+    """See `check_layer`."""
+    check_layer(case, tuning, interpret, repeats, routing=lp.Routing(case.chosen, case.normalize))
