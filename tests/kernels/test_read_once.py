@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels import layer_products, read_once
-from pallas_kernels.layer_products import Tuning
+from pallas_kernels.layer_products import Tuning, device_ops
 from pallas_kernels.layer_products.mosaic_gpu import layer_products_mosaic_gpu
 
 bf16 = jnp.bfloat16
@@ -52,7 +52,16 @@ def test_loads_that_are_marked(hints):
     assert hints == [True, True, False]
 
 
-def test_weights_and_not_tokens(hints):
+def test_weights_and_not_tokens(hints, monkeypatch):
+    texts = []
+    inline_ptx = device_ops.mgpu_utils.inline_ptx
+
+    def note(text, *args, **options):
+        texts.append(text)
+        return inline_ptx(text, *args, **options)
+
+    monkeypatch.setattr(device_ops.mgpu_utils, "inline_ptx", note)
+
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, bf16)
 
@@ -69,6 +78,8 @@ def test_weights_and_not_tokens(hints):
     counters = jax.eval_shape(layer_products.counters_of, jax.ShapeDtypeStruct((8,), jnp.int32))
     lower(ended, array(8, 256), array(8, 256), weights, counters)
     assert sorted(hints) == [False] * 4 + [True] * 4  # each of four products has one of both
+    # And rows of parts of two products, and three others, are dropped when they are read: only the time would tell.
+    assert sum("discard.global.L2" in text for text in texts) == 5
 
 
 def test_the_hint_in_text(monkeypatch):
