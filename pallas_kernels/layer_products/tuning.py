@@ -50,7 +50,7 @@ class Generation:
     least_weights: int = 7 << 23  # numbers
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
-    kinds_mixture: tuple[str, ...] = ()  # the same for layers with experts: on none so far
+    kinds_mixture: tuple[str, ...] = ("H100",)  # the same for layers with experts
 
 
 TUNING = {"9.0": Generation()}
