@@ -19,6 +19,22 @@ LLAMA_8B = ModelConfig(
 LLAMA_70B = LLAMA_8B.replace(
     name="llama-3.1-70b", num_layers=80, hidden_size=8192, intermediate_size=28_672, num_heads=64
 )
+LLAMA_3B = LLAMA_8B.replace(
+    name="llama-3.2-3b",
+    num_layers=28,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_heads=24,
+    tie_embeddings=True,
+)
+LLAMA_1B = LLAMA_8B.replace(
+    name="llama-3.2-1b",
+    num_layers=16,
+    hidden_size=2048,
+    intermediate_size=8192,
+    head_dim=64,
+    tie_embeddings=True,
+)
 QWEN3_4B = ModelConfig(
     name="qwen3-4b",
     vocab_size=151_936,
@@ -33,6 +49,9 @@ QWEN3_4B = ModelConfig(
     norm_eps=1e-6,
     tie_embeddings=True,
     qk_norm=True,
+)
+QWEN3_1B7 = QWEN3_4B.replace(
+    name="qwen3-1.7b", num_layers=28, hidden_size=2048, intermediate_size=6144, num_heads=16
 )
 GEMMA_3_12B = ModelConfig(
     name="gemma-3-12b",
@@ -98,7 +117,10 @@ SHAPES = {
     for shape in (
         LLAMA_8B,
         LLAMA_70B,
+        LLAMA_3B,
+        LLAMA_1B,
         QWEN3_4B,
+        QWEN3_1B7,
         GEMMA_3_12B,
         QWEN3_30B_A3B,
         GPT_OSS_20B,

@@ -126,7 +126,8 @@ def _kernel(
 
     def body(shared: Any, *barriers: Any) -> None:
         wg = lax.axis_index("wg")
-        (weights_s, tokens_s, out_s), (*_, pages_s, queries_s, weighted_s) = shared
+        (first, tokens_s, out_s), *more, (*_, pages_s, queries_s, weighted_s) = shared
+        weights_s = dict(zip(multiply.wides, [first, *(view for (view,) in more)], strict=True))
         smem = (queries_s, pages_s, weighted_s, *barriers[:2])
         attention_refs = attention.refs_of(gmem, smem)
         slots = barriers[2:]
@@ -136,7 +137,7 @@ def _kernel(
             plgpu.set_max_registers(COMPUTING, action="increase")
             pl.when(cta < attend.num_shares)(lambda: attention.compute(attend, attention_refs, 0))
             device_ops.arrive(refs["counters"].at[ATTENDED])
-            compute(multiply, refs, cta, wg, {COLUMNS: weights_s}, tokens_s, out_s.at[0], *slots)
+            compute(multiply, refs, cta, wg, weights_s, tokens_s, out_s.at[0], *slots)
 
         @pl.when(wg == 1)
         def _load() -> None:
@@ -156,12 +157,14 @@ def _kernel(
                 begins = (at >= 0) & (at == tile * each)
                 pl.when(begins & ~many)(lambda: wait_for_last(attention_refs, tiles, tile))
 
-            load_weights(multiply, refs, cta, {COLUMNS: weights_s}, slots[0], slots[1], first_use)
+            load_weights(multiply, refs, cta, weights_s, slots[0], slots[1], first_use)
 
         @pl.when(wg == 2)
         def _load_tokens() -> None:
             plgpu.set_max_registers(WAITING, action="decrease")
             load_tokens(multiply, refs, cta, tokens_s, *slots[2:])
 
-    shared = plgpu.RefUnion(tuple(products.memory(multiply, dtype)), (*there, pages, queries, weighted))
+    (weights, *others), tokens, out = products.slots_of(multiply, dtype)
+    of_products = (weights, tokens, out), *((each,) for each in others)
+    shared = plgpu.RefUnion(*of_products, (*there, pages, queries, weighted))
     pl.run_scoped(body, shared, *page_barriers, *products.barriers(multiply), collective_axes="wg")

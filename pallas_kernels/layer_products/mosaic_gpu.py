@@ -2,11 +2,11 @@
 
 CTAs stay on their multiprocessors and work through three or four products (`phases`), with barriers over the grid between
 them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, and one
-CTA for each token adds them up with the residual and makes the norms (`compute`). A warpgroup loads weights ahead across
-the barriers, so that the memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads
-would wait behind them (`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets
-what of that is spent, so that little of it is ever written to the memory. Weights in FP8 have products of their own kind
-(`fp8`), the rest is the same.
+CTA for each token adds them up with the residual and makes the norms (`compute`). The depth of gates is not split: where
+tiles of 64 columns are no more than CTAs, they have these. A warpgroup loads weights ahead across the barriers, so that the
+memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads would wait behind them
+(`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets what of that is spent, so
+that little of it is ever written to the memory. Weights in FP8 have products of their own (`fp8`), the rest is the same.
 
 Of one token's products with experts a router is one more, whose largest numbers one CTA finds (`choice`), after which the
 chosen experts' weights are loaded (`phases.mixture_phases`).
@@ -168,6 +168,12 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
 
 def memory(cfg: Config, dtype: Any) -> list[Any]:
     """Shared memory of weights (see `views_of`), tokens and what is stored."""
+    weights, *others = slots_of(cfg, dtype)
+    return [weights[0] if len(weights) == 1 else plgpu.RefUnion(*((each,) for each in weights)), *others]
+
+
+def slots_of(cfg: Config, dtype: Any) -> tuple[list[Any], Any, Any]:
+    """The same with weights in all shapes that they have in the same place."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     wgs, tuning = cfg.warpgroups, cfg.tuning
     read_on = 0 if tuning.fp8 else wgs * TOKENS - cfg.slot_rows
@@ -175,11 +181,8 @@ def memory(cfg: Config, dtype: Any) -> list[Any]:
     weights = [plgpu.SMEM(shape, dtype, transforms=tiled) for shape in shapes]
     if tuning.fp8:  # as they are packed
         weights = [plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)]
-    return [
-        weights[0] if len(weights) == 1 else plgpu.RefUnion(*((each,) for each in weights)),
-        plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled),
-        plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled),
-    ]
+    tokens = plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled)
+    return weights, tokens, plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled)
 
 
 def views_of(cfg: Config, weights_s: Any) -> dict[int, Any]:

@@ -190,10 +190,19 @@ def phases_of(
 
     phases = (
         product(0, "attended", "out", attended, width, after_out),
-        Phase(1, "h", "gate_up", "opened", width, inner, gate, step=tuning.step),
+        Phase(1, "h", "gate_up", "opened", width, inner, gate, **gates_of(inner, tuning)),
         product(2, "opened", "down", inner, width, after_down),
     )
     return (*phases, product(3, "h_next", "heads", width, heads, None)) if heads else phases
+
+
+def gates_of(columns: int, tuning: Tuning) -> dict[str, Any]:
+    """Of `Phase`: narrow and deep tiles where these give more CTAs work."""
+    if not tuning.narrow_gates:
+        return {"step": tuning.step}
+    wide = gate_columns(columns, tuning.ctas)
+    deep = COLUMNS // wide
+    return {"step": STEP * deep, "wide": wide, "token_loads": deep}
 
 
 def mixture_phases(
@@ -220,14 +229,11 @@ def mixture_phases(
         return Phase(number, source, weights, f"{weights}_parts", depth, columns, splits=parts, **rest)
 
     behind = routing.experts * inner
-    wide = gate_columns(behind, tuning.ctas)
-    deep = COLUMNS // wide
     phases = (
         product(0, "attended", "out", attended, width, addition=after_out),
         product(1, "h", "router", width, experts, chooses=routing.experts),
         Phase(
-            2, "h", "gate_up", "opened", width, behind, gate, step=STEP * deep, wide=wide, token_loads=deep,
-            experts=routing.experts,
+            2, "h", "gate_up", "opened", width, behind, gate, experts=routing.experts, **gates_of(behind, tuning)
         ),
         product(3, "opened", "down", behind, width, addition=after_down, experts=routing.experts),
     )  # fmt: skip

@@ -25,6 +25,7 @@ class Tuning:
     # Loads of weights under way: more make others wait, and what barriers store and read.
     ahead: int = 3
     early: int = 2  # the same for products that have not begun
+    narrow_gates: bool = False  # where twice as many tiles of half as many columns are no more than CTAs
     # Weights: two warpgroups share a tile of them, whose bytes they make numbers in registers.
     fp8: bool = False
 
@@ -36,6 +37,8 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.weight_slots < 4 or self.token_slots < 2:
             raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
+        if self.narrow_gates and (self.fp8 or self.token_slots < 4):  # of two steps of two loads
+            raise ValueError(f"narrow gates are not of FP8 weights, and take 4 slots of tokens, got {self}")
         if not 1 <= min(self.early, self.ahead) <= max(self.early, self.ahead) <= self.weight_slots:
             raise ValueError(
                 f"1 to {self.weight_slots} loads can be under way, as many as there are slots, got {self}"
@@ -47,8 +50,9 @@ class Generation:
     """What depends on the chip."""
 
     least_ctas: float = 0.45  # of the multiprocessors, that have work in every product
-    least_weights: int = 7 << 23  # numbers
+    least_weights: int = 6 << 23  # numbers
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
+    most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
     kinds_mixture: tuple[str, ...] = ("H100",)  # the same for layers with experts
 
@@ -93,15 +97,18 @@ def tuning_for(
     if fp8 and tokens > generation.most_fp8:
         return None
     cut = [(attended, width), (inner, width)] + [(width, heads)] * (heads > 0)
-    used = [inner // COLUMNS, *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
+    few = tokens <= TOKENS
+    narrow = tokens <= generation.most_narrow and not fp8
+    gates = inner // (gate_columns(inner, ctas) if narrow else COLUMNS)
+    used = [gates, *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
     if not all(generation.least_ctas * ctas <= count <= ctas for count in used):
         return None
-    few = tokens <= TOKENS
     return Tuning(
         ctas=ctas,
         weight_slots=10 if fp8 else 11 if few else 8,
         token_slots=token_slots(tokens, fp8),
         early=2 if few else 1,
+        narrow_gates=narrow,
         fp8=fp8,
     )
 
@@ -124,7 +131,7 @@ def _mixture_tuning(
     ctas = num_sms()
     if max(width, heads, chosen * inner) // COLUMNS > ctas:
         return None
-    return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1))
+    return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1), narrow_gates=True)
 
 
 def token_slots(tokens: int, fp8: bool = False) -> int:

@@ -16,11 +16,17 @@ from models.transformer import forward
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import tuning as kernel_tuning
 from pallas_kernels.layer_products.phases import Share, phases_of
-from pallas_kernels.layer_products.tuning import STEP, TUNING
+from pallas_kernels.layer_products.tuning import TUNING
 from tests.kernels.layer_cases import Case, check_layer, columns_of
 
-SHAPE = {"llama": LLAMA_8B, "gemma": SHAPES["gemma-3-12b"], "qwen": SHAPES["qwen3-4b"]}
+SHAPE = {
+    "llama": LLAMA_8B,
+    "gemma": SHAPES["gemma-3-12b"],
+    "qwen": SHAPES["qwen3-4b"],
+    "small": SHAPES["llama-3.2-3b"],
+}
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
+NARROW = lp.Tuning(ctas=8, weight_slots=4, token_slots=4, narrow_gates=True)
 OTHER = lp.Tuning(ctas=2, weight_slots=5, token_slots=3, ahead=2, early=1)
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 MIXTURE = {"num_experts": 128, "experts_per_token": 3, "expert_size": 128}
@@ -30,11 +36,11 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
 @pytest.mark.parametrize(
     ("case", "tuning"),
     [
-        (Case(5, 576, 256, 512, 384, dtype="float16"), FEW),
+        (Case(5, 576, 256, 512, 384, dtype="float16"), NARROW),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
     ],
-    ids=["uneven splits, heads", "two warpgroups, post norms", "FP8"],
+    ids=["uneven splits, gates of 64 columns, heads", "two warpgroups, post norms", "FP8"],
 )  # fmt: skip
 def test_kernel_in_the_interpreter(case, tuning, raced):
     check_layer(case, tuning, plgpu.InterpretGPUParams(detect_races=True))
@@ -42,13 +48,13 @@ def test_kernel_in_the_interpreter(case, tuning, raced):
     assert raced() == [False] * calls
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "qwen"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen", "small"])
 def test_every_step_is_one_ctas(name):
-    tuning = lp.tuning_for(64, *COLUMNS[name])
+    tuning = lp.tuning_for(32, *COLUMNS[name])
     assert tuning is not None
     for phase in phases_of(*COLUMNS[name], "silu", False, tuning):
         assert phase.ctas <= tuning.ctas
-        seen = np.zeros((phase.tiles, phase.depth // STEP), int)
+        seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
         for cta in range(tuning.ctas):
             share = Share.of(phase, jnp.int32(cta))
             assert bool(share.active) == (int(share.steps) > 0)
@@ -57,7 +63,9 @@ def test_every_step_is_one_ctas(name):
 
 
 def test_what_is_left_to_products_by_themselves():
-    assert lp.tuning_for(64, 2048, 2048, 6144, 4096) is None  # gates of 48 tiles
+    few_tiles = columns_of(SHAPES["qwen3-1.7b"])
+    assert lp.tuning_for(64, *few_tiles) is None  # gates of 48 tiles
+    assert lp.tuning_for(32, *few_tiles).narrow_gates  # 96 of half as many columns
     for tokens in (1, 7, 8, 16, 128):
         assert lp.tuning_for(tokens, *COLUMNS["llama"]) is not None
     for tokens in (0, 9, 100, 129, 136):
@@ -77,6 +85,11 @@ def test_tunings_that_would_wait_for_ever_are_refused():
     for wrong in ({"weight_slots": 3}, {"token_slots": 1}, {"ahead": 0}, {"early": 0}, {"ahead": 5}):
         with pytest.raises(ValueError, match="got Tuning"):
             dataclasses.replace(FEW, **wrong)
+    for wrong in ({"token_slots": 3}, {"fp8": True}):
+        with pytest.raises(
+            ValueError, match="narrow gates are not of FP8 weights, and take 4 slots of tokens"
+        ):
+            dataclasses.replace(NARROW, **wrong)
     attended, x, weights = Case(8, 256, 128, 256).arrays()
     with as_on_hopper(), pytest.raises(ValueError, match="there are 132 multiprocessors"):
         too_many = dataclasses.replace(FEW, ctas=133)

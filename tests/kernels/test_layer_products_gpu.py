@@ -22,10 +22,10 @@ from tests.kernels.mixture_cases import QWEN3
 
 pytestmark = pytest.mark.gpu
 SMS = num_sms()
-FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4)
+FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True)
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
-FP8 = dataclasses.replace(FEW, weight_slots=10, token_slots=2, fp8=True)
+FP8 = lp.Tuning(ctas=SMS, weight_slots=10, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 
 
@@ -78,7 +78,7 @@ def test_mixtures(case):
 MODELS = [(name, tokens) for name in ("llama-3.1-8b", "gemma-3-12b") for tokens in (2, 64, 96)]
 
 
-@pytest.mark.parametrize(("name", "tokens"), [*MODELS, ("qwen3-30b-a3b", 1)])
+@pytest.mark.parametrize(("name", "tokens"), [*MODELS, ("llama-3.2-3b", 8), ("qwen3-30b-a3b", 1)])
 def test_models_with_it_and_without(name, tokens):
     """As the engine has it, with the tuning of the device; norms are no ones, and MLPs weigh as much as the stream."""
     config = SHAPES[name].replace(num_layers=3, sliding_layers=(), vocab_size=1024)

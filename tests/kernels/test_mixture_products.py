@@ -15,7 +15,7 @@ from pallas_kernels.layer_products.phases import Share, mixture_phases
 from tests.kernels.layer_cases import in_float32
 from tests.kernels.mixture_cases import QWEN3, Case, check_mixture
 
-EIGHT = lp.Tuning(ctas=8, weight_slots=5, token_slots=4)
+EIGHT = lp.Tuning(ctas=8, weight_slots=5, token_slots=4, narrow_gates=True)
 MIXTURE = QWEN3.experts, QWEN3.chosen
 FOUR = lp.Tuning(ctas=4, weight_slots=6, token_slots=3, ahead=2, early=1)
 
