@@ -88,7 +88,7 @@ def gated_product(
 
 def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig) -> bool:
     """Whether `ended` is there for these layers, and no slower than their products by themselves."""
-    if config.tensor_axis is not None or layer_tuning(len(x), config) is None:
+    if layer_tuning(len(x), config) is None:
         return False
     matrices = MIXTURE_MATRICES if config.num_experts else MATRICES
     names = ["attn_norm", "mlp_norm", *matrices]
@@ -117,7 +117,7 @@ def wanted_multiple(tokens: int, config: ModelConfig) -> int:
 
 def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
     """Of the kernel of a layer's products, None where there is none for so many tokens; see `has_layer_kernel`."""
-    if config.attn_out_bias:
+    if config.tensor_axis is not None or config.attn_out_bias:
         return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     inner = config.expert_size if config.num_experts else config.intermediate_size

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from benchmarks.shapes import LLAMA_8B
+from benchmarks.shapes import LLAMA_8B, QWEN3_30B_A3B
 from models.logits import AttentionLogits
 from pallas_kernels import byte_pages
 from tangram_jax.attention import chunk_attention
@@ -322,6 +322,8 @@ def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, m
     (CONFIG, 66, 4, 0), (CONFIG, 125, 5, 0),
     *((CONFIG.replace(weights_fp8=True), *case) for case in ((1, 1, 7), (16, 1, 0), (512 + 29, 1, 3), (60, 5, 1))),
     *((LLAMA_8B, *case) for case in ((1, 1, 1), (5, 1, 0), (12, 1, 4), (36, 1, 4), (20, 4, 1))),  # whose layers are a kernel
+    (QWEN3_30B_A3B, 1, 1, 0),  # whose layers are one of one token
+    (QWEN3_30B_A3B.replace(tensor_axis="tensor"), 1, 1, 1), (LLAMA_8B.replace(tensor_axis="tensor"), 12, 1, 0),
 ])  # fmt: skip
 def test_empty_slots_on_a_gpu(config, tokens, each, slots, monkeypatch):
     """Up to a multiple of eight, if slots of `each` can and it is not more than have kernels."""
