@@ -126,8 +126,8 @@ def _kernel(
 
     def body(shared: Any, *barriers: Any) -> None:
         wg = lax.axis_index("wg")
-        (first, tokens_s, out_s), *more, (*_, pages_s, queries_s, weighted_s) = shared
-        weights_s = dict(zip(multiply.wides, [first, *(view for (view,) in more)], strict=True))
+        *of_products, (*_, pages_s, queries_s, weighted_s) = shared
+        weights_s, tokens_s, out_s = products.views_of(multiply, of_products)
         smem = (queries_s, pages_s, weighted_s, *barriers[:2])
         attention_refs = attention.refs_of(gmem, smem)
         slots = barriers[2:]
@@ -164,7 +164,5 @@ def _kernel(
             plgpu.set_max_registers(WAITING, action="decrease")
             load_tokens(multiply, refs, cta, tokens_s, *slots[2:])
 
-    (weights, *others), tokens, out = products.slots_of(multiply, dtype)
-    of_products = (weights, tokens, out), *((each,) for each in others)
-    shared = plgpu.RefUnion(*of_products, (*there, pages, queries, weighted))
+    shared = plgpu.RefUnion(*products.memory(multiply, dtype), (*there, pages, queries, weighted))
     pl.run_scoped(body, shared, *page_barriers, *products.barriers(multiply), collective_axes="wg")

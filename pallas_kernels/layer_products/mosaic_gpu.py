@@ -13,6 +13,7 @@ chosen experts' weights are loaded (`phases.mixture_phases`).
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -137,11 +138,10 @@ def _call(cfg: Config, given: Arrays, made: dict[str, Any], interpret: Any = Non
 def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
     cta, wgs = lax.axis_index("cta"), cfg.warpgroups
 
-    def body(weights_s: Any, tokens_s: Any, out_s: Any, *slots: Any) -> None:
+    def body(shared: Any, *slots: Any) -> None:
         wg = lax.axis_index("wg")
+        weights_s, tokens_s, out_s = views_of(cfg, shared)
         slots, spare = slots[:4], slots[4:]
-
-        views = views_of(cfg, weights_s)
 
         def registers(count: int, action: Any) -> None:
             if wgs == 2:
@@ -150,12 +150,12 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, views, tokens_s, out_s.at[wg], *slots, *spare)
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *spare)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
             registers(LOADING, "decrease")
-            load_weights(cfg, refs, cta, views, *slots[:2])
+            load_weights(cfg, refs, cta, weights_s, *slots[:2])
 
         @pl.when(wg == wgs + 1)
         def _load_tokens() -> None:
@@ -163,17 +163,12 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
             load_tokens(cfg, refs, cta, tokens_s, *slots[2:])
 
     spare = [plgpu.SMEM((wgs, TILE, TILE), dtype)] * (cfg.interpreted and cfg.tuning.fp8)
-    pl.run_scoped(body, *memory(cfg, dtype), *barriers(cfg), *spare, collective_axes="wg")
+    shared = plgpu.RefUnion(*memory(cfg, dtype))
+    pl.run_scoped(body, shared, *barriers(cfg), *spare, collective_axes="wg")
 
 
-def memory(cfg: Config, dtype: Any) -> list[Any]:
-    """Shared memory of weights (see `views_of`), tokens and what is stored."""
-    weights, *others = slots_of(cfg, dtype)
-    return [weights[0] if len(weights) == 1 else plgpu.RefUnion(*((each,) for each in weights)), *others]
-
-
-def slots_of(cfg: Config, dtype: Any) -> tuple[list[Any], Any, Any]:
-    """The same with weights in all shapes that they have in the same place."""
+def memory(cfg: Config, dtype: Any) -> list[tuple[Any, ...]]:
+    """Shared memory of weights, tokens and what is stored, then weights in other shapes, which lie in the same place."""
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     wgs, tuning = cfg.warpgroups, cfg.tuning
     read_on = 0 if tuning.fp8 else wgs * TOKENS - cfg.slot_rows
@@ -182,13 +177,15 @@ def slots_of(cfg: Config, dtype: Any) -> tuple[list[Any], Any, Any]:
     if tuning.fp8:  # as they are packed
         weights = [plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)]
     tokens = plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled)
-    return weights, tokens, plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled)
+    stored = plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled)
+    return [(weights[0], tokens, stored), *((each,) for each in weights[1:])]
 
 
-def views_of(cfg: Config, weights_s: Any) -> dict[int, Any]:
-    """Slots of weights by how many columns a tile in them has: the fewer, the deeper it is."""
-    views = [weights_s] if len(cfg.wides) == 1 else [view for (view,) in weights_s]
-    return dict(zip(cfg.wides, views, strict=True))
+def views_of(cfg: Config, held: Sequence[Any]) -> tuple[dict[int, Any], Any, Any]:
+    """What is made of `memory`: weights by how many columns a tile of them has, tokens, and what is stored."""
+    (first, tokens, stored), *others = held
+    weights = [first, *(each for (each,) in others)]
+    return dict(zip(cfg.wides, weights, strict=True)), tokens, stored
 
 
 def barriers(cfg: Config) -> list[Any]:
