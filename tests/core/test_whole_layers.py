@@ -67,9 +67,11 @@ def test_steps_with_anything_else_have_none(whole):
     assert not whole
 
 
-def test_whole_layers_lower(monkeypatch, caplog):
+@pytest.mark.parametrize("most_narrow", [4, 3], ids=["gates of 64 columns", "of 128"])
+def test_whole_layers_lower(most_narrow, monkeypatch, caplog):
     """One with a window and one without, and appending."""
-    monkeypatch.setitem(TUNING, "9.0", dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0))
+    any_size = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0, most_narrow=most_narrow)
+    monkeypatch.setitem(TUNING, "9.0", any_size)
     monkeypatch.setitem(
         decode_layer.TUNING, "9.0", dataclasses.replace(decode_layer.TUNING["9.0"], kinds=("",))
     )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_program import as_on_hopper
 from models.config import ModelConfig
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels import layer_products as lp
@@ -53,6 +54,24 @@ class Case:
         if self.heads:
             weights = weights._replace(next_norm=draw(width) + 1, heads=matrix(width, self.heads))
         return draw(self.tokens, self.attended), draw(self.tokens, width), weights
+
+
+def count_kernels(arrays: tuple[Any, ...], layers: int, **how: Any) -> int:
+    """Kernels of different text that so many layers one after another are, lowered for a GPU."""
+
+    def run(
+        counts: jax.Array, attended: jax.Array, x: jax.Array, weights: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        counters = lp.counters_of(counts)
+        for _ in range(layers):
+            x, heads = lp.layer_products(attended, x, weights, counters, eps=1e-5, **how)
+            assert heads is not None
+            attended = heads[:, : attended.shape[1]]
+        return x, heads
+
+    with as_on_hopper():
+        traced = jax.jit(run).trace(jax.ShapeDtypeStruct((4,), jnp.int32), *arrays)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("kernel_hash")
 
 
 def columns_of(config: ModelConfig) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import tuning as kernel_tuning
 from pallas_kernels.layer_products.phases import Share, phases_of
 from pallas_kernels.layer_products.tuning import TUNING
-from tests.kernels.layer_cases import Case, check_layer, columns_of
+from tests.kernels.layer_cases import Case, check_layer, columns_of, count_kernels
 
 SHAPE = {
     "llama": LLAMA_8B,
@@ -148,18 +148,7 @@ def test_what_has_no_kernel_is_said():
 @pytest.mark.parametrize("tokens", [1, 7, 32, 96])
 def test_layers_share_one_kernel_text(tokens):
     arrays = jax.eval_shape(lambda: Case(tokens, *COLUMNS["llama"]).arrays(zeros=True))
-
-    def run(counts, attended, x, weights):
-        counters = lp.counters_of(counts)
-        for _ in range(3):
-            x, heads = lp.layer_products(attended, x, weights, counters, eps=1e-5)
-            attended = heads[:, : attended.shape[1]]
-        return x, heads
-
-    with as_on_hopper():
-        traced = jax.jit(run).trace(jax.ShapeDtypeStruct((4,), jnp.int32), *arrays)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("kernel_hash") == 1
+    assert count_kernels(arrays, 3) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,7 +229,7 @@ def test_layers_that_have_it(small_weights):
 @pytest.fixture
 def small_weights(monkeypatch):
     """The kernel is worth while for any weights, and there is a device for it, of one dtype."""
-    least = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0, kinds_mixture=("",))
+    least = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0)
     monkeypatch.setitem(TUNING, "9.0", least)
 
     def check(*arrays):

@@ -12,7 +12,7 @@ from benchmarks.gpu_program import as_on_hopper
 from models.experts import expert_weights, likeliest
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products.phases import Share, mixture_phases
-from tests.kernels.layer_cases import in_float32
+from tests.kernels.layer_cases import count_kernels, in_float32
 from tests.kernels.mixture_cases import QWEN3, Case, check_mixture
 
 EIGHT = lp.Tuning(ctas=8, weight_slots=5, token_slots=4, narrow_gates=True)
@@ -98,18 +98,4 @@ def test_what_has_no_kernel():
 
 def test_layers_share_one_kernel_text():
     arrays = jax.eval_shape(QWEN3.arrays)
-
-    def run(counts, attended, x, weights):
-        counters = lp.counters_of(counts)
-        tuning = lp.Tuning(ctas=132, weight_slots=11, token_slots=16)
-        for _ in range(2):
-            x, heads = lp.layer_products(
-                attended, x, weights, counters, eps=1e-6, routing=lp.Routing(8, True), tuning=tuning
-            )
-            attended = heads[:, : attended.shape[1]]
-        return x, heads
-
-    with as_on_hopper():
-        traced = jax.jit(run).trace(jax.ShapeDtypeStruct((4,), jnp.int32), *arrays)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("kernel_hash") == 1
+    assert count_kernels(arrays, 2, routing=lp.Routing(QWEN3.chosen, True)) == 1
