@@ -13,7 +13,8 @@ choice of borders, and one kernel serves them all:
 
 In the last two the line is ordered by request, then head.
 
-`plan_decode` is a handful of array operations on the device, done once per step for all layers.
+`plan_decode` is made on the device, once per step for all layers: a handful of array operations, and one kernel of equal
+shares on a GPU (`plan_gpu`).
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import support
 from pallas_kernels.layered_plan import LayeredPlan
-from pallas_kernels.support import num_sms
 
 # Columns of `DecodePlan.shares`. The data of a share's last item, which a CTA does first, and the first pages to load
 # stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
@@ -44,6 +45,7 @@ HEAD_LENGTH, HEAD_OFFSET, HEAD_COLUMN, HEAD_SKIP = range(4)  # columns of `Decod
 SYNC_STRIDE = 8  # one counter per 32 bytes
 # Entries of an equal share at least: with fewer an item has more pieces than it pays to put together.
 LEAST_SHARE = 128
+MOST_ITEMS = 4096  # of a layer, in the kernel of equal shares
 
 
 @jax.tree_util.register_dataclass
@@ -124,36 +126,57 @@ def plan_decode(
     table_row = jnp.arange(batch, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     offset = by_layer(table_row[:, None] * table.shape[1] + jnp.asarray(first, jnp.int32)[None])
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
-    skips = jnp.zeros(batch, jnp.int32) if skip is None else skip.astype(jnp.int32)
-    skips = by_layer(jnp.broadcast_to(skips[:, None], (batch, heads)))
+    request_skips = jnp.zeros(batch, jnp.int32) if skip is None else skip.astype(jnp.int32)
+    skips = by_layer(jnp.broadcast_to(request_skips[:, None], (batch, heads)))
     units = -(-length // unit)
     order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
-    if borders is None and splits is None:
-        least = least_share(unit) if num_shares is None else 1
+    least = least_share(unit) if num_shares is None else 1
+    wanted = num_shares or support.num_sms()
+    equal = borders is None and splits is None
+    if equal:
         page_columns = jnp.max(jnp.asarray(column, jnp.int32)) + 1
-        borders = equal_borders(units.sum(axis=1), num_shares or num_sms(), least, page_columns)
         order = _by_column(column, num_layers, batch)
-    elif borders is None:
-        parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
-        borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
-    assert borders is not None
-    in_order = [jnp.take_along_axis(x, order, axis=1) for x in (units, empty, length, offset, columns, skips)]
-    items = _pack_items(order, *in_order)
-    shares = _describe_shares(borders, items, num_empty=empty.sum(axis=1, dtype=jnp.int32))
-    shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
-    # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
-    zero = jnp.minimum(length[:, :1, None], 0)
+    if equal and _has_kernel(num_items):
+        from pallas_kernels.ragged_decode.plan_gpu import equal_shares
+
+        shares, items, sync = equal_shares(
+            lengths, table, jnp.asarray(first), jnp.asarray(column), table_row, request_skips, order, page_columns,
+            page_size=page_size, unit=unit, num_shares=wanted, least=least,
+        )  # fmt: skip
+    else:
+        if equal:
+            borders = equal_borders(units.sum(axis=1), wanted, least, page_columns)
+        elif borders is None:
+            parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
+            borders = _split_borders(units, parts.reshape(num_layers, kv_heads), batch)
+        assert borders is not None
+        taken = units, empty, length, offset, columns, skips
+        items = _pack_items(order, *[jnp.take_along_axis(x, order, axis=1) for x in taken])
+        shares = _describe_shares(borders, items, num_empty=empty.sum(axis=1, dtype=jnp.int32))
+        shares = jnp.concatenate([shares, _first_pages(shares, table, page_size, unit)], axis=-1)
+        # Zeros that the compiler cannot know, so that no other constant shares their memory: the kernel writes there.
+        zero = jnp.minimum(length[:, :1, None], 0)
+        sync = jnp.broadcast_to(zero, (num_layers, shares.shape[1], SYNC_STRIDE))
     return DecodePlan(
         shares=shares,
         items=items,
         heads=jnp.stack([length, offset, columns, skips], axis=-1),
-        sync=jnp.broadcast_to(zero, (num_layers, shares.shape[1], SYNC_STRIDE)),
+        sync=sync,
         table=table,
         index=None,
         page_size=page_size,
         unit=unit,
         skips=skip is not None,
     )
+
+
+def _has_kernel(num_items: int) -> bool:
+    """Whether equal shares of so many items of a layer are made by one kernel."""
+    try:
+        support.check_device()
+    except NotImplementedError:
+        return False
+    return num_items <= MOST_ITEMS
 
 
 def _first_pages(shares: jax.Array, table: jax.Array, page_size: int, unit: int) -> jax.Array:

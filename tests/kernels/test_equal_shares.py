@@ -1,11 +1,13 @@
 """The equal shares of decode attention: in which order they go through the items, and where their borders are."""
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import ragged_decode as rd
 from pallas_kernels.ragged_decode import plan as P
+from tests.kernels import plan_cases
 
 
 def test_columns_of_a_page_are_read_at_the_same_time():
@@ -30,3 +32,8 @@ def test_shares_differ_by_a_unit_and_empty_ones_are_the_last(total, parts):
     assert used.sum() == total
     assert np.ptp(used) <= 1 if used.size else total == 0
     assert sizes.max() <= max(-(-total // 9), 2)
+
+
+@pytest.mark.parametrize("case", plan_cases.CASES)
+def test_the_kernel_makes_the_same_plan(case):
+    plan_cases.compare(case, interpret=plgpu.InterpretGPUParams(detect_races=True))

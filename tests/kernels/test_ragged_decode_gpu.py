@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_decode as rd
+from tests.kernels import plan_cases
 from tests.kernels.ragged_cases import Case, make_case, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -261,3 +262,8 @@ def test_layers_compile_one_kernel():
     one, many = step(1, 0.2), step(16, 0.3)
     print(f"compile: 1 layer {one:.2f} s, 16 layers {many:.2f} s")
     assert many < 4 * one + 2
+
+
+@pytest.mark.parametrize("case", [*plan_cases.CASES, (128, 3, 8, 9000, None), (500, 2, 8, 9000, None)])
+def test_plans_are_those_of_xla(case):
+    plan_cases.compare(case)
