@@ -53,6 +53,26 @@ QWEN3_4B = ModelConfig(
 QWEN3_1B7 = QWEN3_4B.replace(
     name="qwen3-1.7b", num_layers=28, hidden_size=2048, intermediate_size=6144, num_heads=16
 )
+QWEN3_14B = QWEN3_4B.replace(
+    name="qwen3-14b",
+    num_layers=40,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    num_heads=40,
+    tie_embeddings=False,
+)
+QWEN2_7B = QWEN3_4B.replace(
+    name="qwen2.5-7b",
+    vocab_size=152_064,
+    num_layers=28,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_heads=28,
+    num_kv_heads=4,
+    tie_embeddings=False,
+    qk_norm=False,
+    qkv_bias=True,
+)
 GEMMA_3_12B = ModelConfig(
     name="gemma-3-12b",
     vocab_size=262_208,
@@ -71,6 +91,17 @@ GEMMA_3_12B = ModelConfig(
     sliding_layers=tuple(layer for layer in range(48) if layer % 6 != 5),
     sliding_rope_theta=10_000.0,
     **gemma3_fields(hidden_size=3840, query_scale=256**-0.5),
+)
+GEMMA_3_27B = GEMMA_3_12B.replace(
+    name="gemma-3-27b",
+    num_layers=62,
+    hidden_size=5376,
+    intermediate_size=21_504,
+    num_heads=32,
+    num_kv_heads=16,
+    head_dim=128,
+    sliding_layers=tuple(layer for layer in range(62) if layer % 6 != 5),
+    **gemma3_fields(hidden_size=5376, query_scale=168**-0.5),
 )
 QWEN3_30B_A3B = ModelConfig(
     name="qwen3-30b-a3b",
@@ -121,7 +152,10 @@ SHAPES = {
         LLAMA_1B,
         QWEN3_4B,
         QWEN3_1B7,
+        QWEN3_14B,
+        QWEN2_7B,
         GEMMA_3_12B,
+        GEMMA_3_27B,
         QWEN3_30B_A3B,
         GPT_OSS_20B,
         GPT_OSS_20B.replace(name="gpt-oss-20b-bf16", experts_mxfp4=False),

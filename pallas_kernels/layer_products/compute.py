@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gates import gated
+from pallas_kernels.gates import Gate, gated
 from pallas_kernels.layer_products import choice, device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
 from pallas_kernels.layer_products.slots import Slots, Steps
@@ -53,9 +53,11 @@ def compute(
                 device_ops.arrive(refs["counters"].at[phase.left])
 
         pl.when(share.active)(work)
+        mine = (wg == 0) & (cta < cfg.tokens)
         if phase.addition and not cfg.interpreted:
-            mine = (wg == 0) & (cta < cfg.tokens)
             pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, phase.addition, cta))
+        if phase.opens and not cfg.interpreted:
+            pl.when(mine)(functools.partial(_open_all, cfg, refs, phase, cta))
         if phase.chooses and not cfg.interpreted:
             pl.when((wg == 0) & (cta == 0))(functools.partial(_choose, cfg, refs, phase))
 
@@ -90,8 +92,8 @@ def _product(
         else:  # what is written has to reach the memory at last, beside the weights
             device_ops.store_rows(sums[0], place, cfg.tokens - wg * TOKENS)
     else:
-        gates, values = (x.astype(out_s.dtype).astype(f32) for x in sums)
-        opened = gated(gates, values, phase.gate)
+        gates, values = sums
+        opened = _opened(phase.gate, gates, values, out_s.dtype)
         if phase.experts:
             opened *= refs["factors"][phase.place(share.tile, i32(0))[0]]
         opened = opened.astype(out_s.dtype)
@@ -103,6 +105,11 @@ def _product(
             columns = pl.ds(pl.multiple_of(share.tile * phase.wide + offset, LINE), LINE)
             plgpu.copy_smem_to_gmem(out_s, out.at[mine, columns])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _opened(gate: Gate, gates: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
+    gates, values = (x.astype(dtype).astype(f32) for x in (gates, values))
+    return gated(gates, values, gate)
 
 
 def _choose(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:
@@ -139,9 +146,41 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, 
     awaited = refs["following"][0] > 0 if before_heads else phase.number != cfg.last
     pl.when(awaited)(functools.partial(device_ops.arrive, refs["counters"].at[phase.added]))
     # Left in the L2, what nobody reads any more would go to the memory at last, beside the weights.
-    parts = [refs[phase.out].at[n, cta] for n in range(phase.splits)]
-    for row in parts + [refs[name].at[cta] for name in how.spent]:
+    for row in _parts_of(refs, phase, cta) + [refs[name].at[cta] for name in how.spent]:
         device_ops.forget(row)
+
+
+def _parts_of(refs: dict[str, Any], phase: Phase, row: Any) -> list[Any]:
+    return [refs[phase.out].at[n, row] for n in range(phase.splits)]
+
+
+def _open_all(cfg: Config, refs: dict[str, Any], phase: Phase, cta: Any) -> None:
+    """The last columns of the gates, of the token that is this CTA's."""
+    device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, cfg.tokens)
+    open_last(refs, phase, cta)
+    device_ops.arrive(refs["counters"].at[phase.added])
+    for row in _parts_of(refs, phase, cta):
+        device_ops.forget(row)
+
+
+def open_last(refs: dict[str, Any], phase: Phase, row: Any) -> None:
+    """What a token's gates let through, from the parts of gates and values side by side: the last columns of "opened"."""
+    assert phase.opens is not None
+    out, columns = refs["opened"], phase.columns // 2
+    layout = _by_number(columns)
+
+    def added(first: int) -> jax.Array:
+        parts = [part.at[pl.ds(first, columns)] for part in _parts_of(refs, phase, row)]
+        return functools.reduce(jnp.add, [plgpu.load(x, layout=layout, optimized=False) for x in parts])
+
+    opened = _opened(phase.opens, added(0), added(columns), out.dtype).astype(out.dtype)
+    put(out.at[row, pl.ds(phase.others * COLUMNS, columns)], opened)
+
+
+def _by_number(width: int) -> Any:
+    """The layout of a token's numbers, some beside each other in a thread."""
+    vector = next(size for size in (4, 2, 1) if width % (WARPGROUP * size) == 0)
+    return plgpu.Layout.WG_STRIDED((width,), vector)
 
 
 def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_there: Any) -> None:
@@ -151,8 +190,7 @@ def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_
     """
     width, how = phase.columns, phase.addition
     assert how is not None
-    vector = next(size for size in (4, 2, 1) if width % (WARPGROUP * size) == 0)
-    layout = plgpu.Layout.WG_STRIDED((width,), vector)
+    layout = _by_number(width)
 
     def read(ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -169,7 +207,7 @@ def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_
     own = read(refs[how.residual].at[row])
     of = {name: factors(name) for name in (how.post, how.norm) if name}
     parts_are_there()
-    parts = [read(refs[phase.out].at[n, row]) for n in range(phase.splits)]
+    parts = [read(part) for part in _parts_of(refs, phase, row)]
     added = functools.reduce(jnp.add, parts).astype(dtype)
     if how.post:
         added = normed(added.astype(f32), of[how.post])

@@ -34,12 +34,11 @@ def product(
     rows, pieces = cfg.slot_rows, range(phase.pieces)
     spare = None if spare is None else spare.at[wg]
 
-    def columns_of(piece: int) -> Any:
-        first = (piece * phase.tiles + share.tile) * COLUMNS + wg * TILE
-        return pl.ds(pl.multiple_of(first, TILE), TILE)
+    def columns_of(tile: Any) -> Any:
+        return pl.ds(pl.multiple_of(tile * COLUMNS + wg * TILE, TILE), TILE)
 
     def scales_of_columns(piece: int) -> jax.Array:
-        source = refs[scales_of(phase.weights)].at[columns_of(piece)]
+        source = refs[scales_of(phase.weights)].at[columns_of(phase.tile_of_weights(share.tile, piece))]
         return plgpu.load(source, layout=BY_ROW, optimized=False)
 
     # Before the products: what follows these is waited for.
@@ -71,7 +70,7 @@ def product(
     ]
     out = refs[phase.out]
     if phase.gate is None:
-        place = out.at[share.split, pl.ds(0, rows), columns_of(0)]
+        place = out.at[share.split, pl.ds(0, rows), columns_of(share.tile)]
         if cfg.interpreted:
             put(place, results[0].T)
         else:
@@ -81,5 +80,5 @@ def product(
     opened, opened_s = gated(gates, values, phase.gate).astype(out_s.dtype), out_s.at[pl.ds(0, rows)]
     store_transposed(opened, opened_s, interpreted=cfg.interpreted)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(opened_s, out.at[first_rows(rows, wg), columns_of(0)])
+    plgpu.copy_smem_to_gmem(opened_s, out.at[first_rows(rows, wg), columns_of(share.tile)])
     plgpu.wait_smem_to_gmem(0)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.beyond import first_rows
 from pallas_kernels.fp8_products.packing import TILE
 from pallas_kernels.layer_products import device_ops
-from pallas_kernels.layer_products.phases import ATTENDED, HALVES, Config, Phase, Share, i32
+from pallas_kernels.layer_products.phases import HALVES, Config, Phase, Share, i32
 from pallas_kernels.read_once import load_once
 
 
@@ -50,7 +50,7 @@ def load_weights(
             if (phase.number or cfg.attends) and not routed:
                 most = jnp.where(n < slots, cfg.tuning.early, most)
             seen = land(turn - seen - most + 1, seen)
-            tile, deep = piece * phase.tiles + share.tile, share.first + step
+            tile, deep = phase.tile_of_weights(share.tile, piece), share.first + step
             if cfg.tuning.fp8:
                 deep = pl.ds(deep * (phase.step // TILE), phase.step // TILE)
                 source = refs[phase.weights].at[pl.ds(tile * HALVES, HALVES), deep]
@@ -74,17 +74,8 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
     shares = Share.all_of(cfg, refs, cta)
-    for before, phase, share in zip((None, *cfg.phases), cfg.phases, shares, strict=False):
-        if before is not None or cfg.attends:
-            if before is None:
-                place, total = ATTENDED, cfg.tuning.ctas
-            elif before.addition or before.chooses:
-                place, total = before.added, cfg.tokens
-            else:
-                place, total = before.left, cfg.warpgroups * before.ctas
-            waiting = phase.ctas
-            if before is not None and before.chooses:
-                waiting = cfg.waiting_for_choice(before)
+    for phase, share in zip(cfg.phases, shares, strict=True):
+        for place, total, waiting in cfg.awaited(phase) if not cfg.interpreted else []:
             arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, waiting)
             pl.when(share.active)(arrived)
 

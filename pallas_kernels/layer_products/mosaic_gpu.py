@@ -3,7 +3,8 @@
 CTAs stay on their multiprocessors and work through three or four products (`phases`), with barriers over the grid between
 them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, and one
 CTA for each token adds them up with the residual and makes the norms (`compute`). The depth of gates is not split: where
-tiles of 64 columns are no more than CTAs, they have these. A warpgroup loads weights ahead across the barriers, so that the
+tiles of 64 columns are no more than CTAs, they have these. Where tiles of 128 are more than CTAs, the last ones come first,
+all CTAs' with their depth split. A warpgroup loads weights ahead across the barriers, so that the
 memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads would wait behind them
 (`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets what of that is spent, so
 that little of it is ever written to the memory. Weights in FP8 have products of their own (`fp8`), the rest is the same.
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
-from pallas_kernels.layer_products.compute import LINE, add_up, choose, compute, f32
+from pallas_kernels.layer_products.compute import LINE, add_up, choose, compute, f32, open_last
 from pallas_kernels.layer_products.load import load_tokens, load_weights
 from pallas_kernels.layer_products.phases import HALVES, Addition, Config, Phase, mixture_phases, phases_of
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
@@ -106,7 +107,8 @@ def results_of(x: jax.Array, phases: tuple[Phase, ...]) -> dict[str, jax.ShapeDt
     made = {}
     for phase in phases:
         if phase.gate:
-            made[phase.out] = jax.ShapeDtypeStruct((tokens, phase.columns), x.dtype)
+            columns = phase.columns + phase.others * phase.wide
+            made[phase.out] = jax.ShapeDtypeStruct((tokens, columns), x.dtype)
         else:
             made[phase.out] = jax.ShapeDtypeStruct((phase.splits, rows, phase.columns), f32)
         if phase.addition:
@@ -210,6 +212,10 @@ def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], int
             known |= _added_up(cfg, phase, phase.addition, known, made, interpret)
         if phase.chooses:
             known |= _chosen(cfg, phase, known, interpret)
+        if phase.opens:
+            last = _opened_last(cfg, phase, known, made, interpret)
+        if phase.others and phase.gate:
+            known[phase.out] = jnp.concatenate([known[phase.out][:, : phase.columns], last], axis=1)
     return known
 
 
@@ -227,6 +233,17 @@ def _added_up(
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     return dict(zip(how.made, kernel(*given.values()), strict=True))
+
+
+def _opened_last(cfg: Config, phase: Phase, known: Arrays, made: dict[str, Any], interpret: Any) -> jax.Array:
+    def open_rows(parts: Any, opened: Any) -> None:
+        open_last({phase.out: parts, "opened": opened}, phase, lax.axis_index("row"))
+
+    kernel = plgpu.kernel(
+        open_rows, out_type=made["opened"], grid=(cfg.tokens,), grid_names=("row",),
+        compiler_params=PARAMS, interpret=interpret,
+    )  # fmt: skip
+    return kernel(known[phase.out])[:, phase.others * COLUMNS :]
 
 
 def _chosen(cfg: Config, phase: Phase, known: Arrays, interpret: Any) -> Arrays:

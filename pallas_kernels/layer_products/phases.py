@@ -68,6 +68,10 @@ class Phase:
     token_loads: int = 1  # of each step
     chooses: int = 0  # the best columns of so many
     experts: int = 0  # how many chosen ones the weights are of, side by side in the depth or in the columns
+    # Gates of more tiles than CTAs have a phase before them, of the gates and then the values of the last tiles: their
+    # depth is split, and `opens` is the gate of what their parts are added up to.
+    opens: Gate | None = None
+    others: int = 0  # tiles of gates that are another phase's
 
     @property
     def pieces(self) -> int:
@@ -77,6 +81,12 @@ class Phase:
     @property
     def tiles(self) -> int:
         return self.columns // self.wide
+
+    def tile_of_weights(self, tile: Any, piece: Any) -> Any:
+        """Where a piece of a tile lies in the weights' columns."""
+        if self.opens:
+            return tile + jnp.where(tile < self.tiles // 2, self.others, 2 * self.others)
+        return piece * (self.tiles + self.others) + tile
 
     def place(self, tile: Any, deep: Any) -> tuple[Any, Any, Any]:
         """(Which of the chosen experts, tile, step along the depth) within its weights."""
@@ -131,6 +141,23 @@ class Config:
         """Warpgroups: those that load weights in all CTAs, and those that load tokens for the next phase."""
         return self.tuning.ctas + self.phases[phase.number + 1].ctas
 
+    def awaited(self, phase: Phase) -> list[tuple[int, int, int]]:
+        """(Counter, what it has to reach, how many wait for that) before a phase's tokens are there."""
+        if phase.number == 0:
+            return [(ATTENDED, self.tuning.ctas, phase.ctas)] if self.attends else []
+        before = self.phases[phase.number - 1]
+        if before.opens:  # the same tokens, but not all CTAs have some of both
+            return self.awaited(before)
+        if before.chooses:
+            return [(before.added, self.tokens, self.waiting_for_choice(before))]
+        if before.addition:
+            both = self.phases[phase.number + 1].ctas if phase.opens else 0
+            return [(before.added, self.tokens, phase.ctas + both)]
+        awaited = [(before.left, self.warpgroups * before.ctas, phase.ctas)]
+        if before.others:
+            awaited.append((self.phases[before.number - 1].added, self.tokens, phase.ctas))
+        return awaited
+
     @property
     def wides(self) -> list[int]:
         """Columns of the tiles of weights."""
@@ -180,20 +207,22 @@ def phases_of(
     norm, normed = ("next_norm", "h_next") if heads else (None, None)
     after_down = Addition("middle", "x_new", down_post, norm, normed, ("h", "opened", "middle"))
 
-    def product(
-        number: int, source: str, weights: str, depth: int, columns: int, then: Addition | None
-    ) -> Phase:
+    def product(source: str, weights: str, depth: int, columns: int, **rest: Any) -> Phase:
         parts = splits(depth, columns, tuning.ctas)
-        return Phase(
-            number, source, weights, f"{weights}_parts", depth, columns, None, parts, then, tuning.step
-        )
+        how: dict[str, Any] = {"splits": parts, "step": tuning.step} | rest
+        return Phase(0, source, weights, f"{weights}_parts", depth, columns, **how)
 
-    phases = (
-        product(0, "attended", "out", attended, width, after_out),
-        Phase(1, "h", "gate_up", "opened", width, inner, gate, **gates_of(inner, tuning)),
-        product(2, "opened", "down", inner, width, after_down),
-    )
-    return (*phases, product(3, "h_next", "heads", width, heads, None)) if heads else phases
+    last = max(inner // COLUMNS - tuning.ctas, 0) * COLUMNS  # of gates, that are all CTAs'
+    first = inner - last
+    phases = [product("attended", "out", attended, width, addition=after_out)]
+    if last:
+        phases += [product("h", "gate_up", width, 2 * last, opens=gate, others=first // COLUMNS)]
+    gates = Phase(0, "h", "gate_up", "opened", width, first, gate, **gates_of(inner, tuning))
+    phases += [dataclasses.replace(gates, others=last // COLUMNS)]
+    phases += [product("opened", "down", inner, width, addition=after_down)]
+    if heads:
+        phases += [product("h_next", "heads", width, heads)]
+    return tuple(dataclasses.replace(phase, number=n) for n, phase in enumerate(phases))
 
 
 def gates_of(columns: int, tuning: Tuning) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def tuning_for(
     few = tokens <= TOKENS
     narrow = tokens <= generation.most_narrow and not fp8
     gates = inner // (gate_columns(inner, ctas) if narrow else COLUMNS)
-    used = [gates, *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
+    if gates > ctas:  # the last ones are a product of their own
+        cut.append((width, 2 * (inner - ctas * COLUMNS)))
+    used = [min(gates, ctas), *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
     if not all(generation.least_ctas * ctas <= count <= ctas for count in used):
         return None
     return Tuning(

@@ -26,6 +26,7 @@ import numpy as np
 
 from pallas_kernels import support
 from pallas_kernels.layered_plan import LayeredPlan
+from pallas_kernels.support import num_sms
 
 # Columns of `DecodePlan.shares`. The data of a share's last item, which a CTA does first, and the first pages to load
 # stand in its row: it loads keys after one read (row) instead of a chain of three (row, item, page number).
@@ -131,7 +132,7 @@ def plan_decode(
     units = -(-length // unit)
     order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
     least = least_share(unit) if num_shares is None else 1
-    wanted = num_shares or support.num_sms()
+    wanted = num_shares or num_sms()
     equal = borders is None and splits is None
     if equal:
         page_columns = jnp.max(jnp.asarray(column, jnp.int32)) + 1

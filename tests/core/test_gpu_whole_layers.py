@@ -40,7 +40,9 @@ def steps(config, params):
     return jnp.stack(logits), cache
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"intermediate_size": 17_408}], ids=str
+)
 def test_steps_of_whole_layers(changes):
     """Weights as in a model: norms are no ones, and each layer adds as much as there is."""
     config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, **changes)

@@ -24,9 +24,11 @@ SHAPE = {
     "gemma": SHAPES["gemma-3-12b"],
     "qwen": SHAPES["qwen3-4b"],
     "small": SHAPES["llama-3.2-3b"],
+    "more": SHAPES["qwen2.5-7b"],
 }
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
 NARROW = lp.Tuning(ctas=8, weight_slots=4, token_slots=4, narrow_gates=True)
+MORE = lp.Tuning(ctas=8, weight_slots=4, token_slots=2)
 OTHER = lp.Tuning(ctas=2, weight_slots=5, token_slots=3, ahead=2, early=1)
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 MIXTURE = {"num_experts": 128, "experts_per_token": 3, "expert_size": 128}
@@ -39,20 +41,28 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
         (Case(5, 576, 256, 512, 384, dtype="float16"), NARROW),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
+        (Case(5, 256, 512, 1152, 384), MORE),
+        (Case(5, 256, 512, 1280, 0, fp8=True), dataclasses.replace(MORE, fp8=True)),
     ],
-    ids=["uneven splits, gates of 64 columns, heads", "two warpgroups, post norms", "FP8"],
+    ids=[
+        "uneven splits, gates of 64 columns, heads", "two warpgroups, post norms", "FP8", "more gates than CTAs",
+        "more, FP8",
+    ],
 )  # fmt: skip
 def test_kernel_in_the_interpreter(case, tuning, raced):
     check_layer(case, tuning, plgpu.InterpretGPUParams(detect_races=True))
     calls = 6 if case.heads else 5  # products, and the sums of two of them
+    calls += 2 * (case.inner // 128 > tuning.ctas)  # the last gates, and what their sums let through
     assert raced() == [False] * calls
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "qwen", "small"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen", "small", "more"])
 def test_every_step_is_one_ctas(name):
     tuning = lp.tuning_for(32, *COLUMNS[name])
     assert tuning is not None
-    for phase in phases_of(*COLUMNS[name], "silu", False, tuning):
+    phases = phases_of(*COLUMNS[name], "silu", False, tuning)
+    assert [phase.number for phase in phases] == list(range(5 if name == "more" else 4))
+    for phase in phases:
         assert phase.ctas <= tuning.ctas
         seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
         for cta in range(tuning.ctas):
@@ -60,6 +70,11 @@ def test_every_step_is_one_ctas(name):
             assert bool(share.active) == (int(share.steps) > 0)
             seen[int(share.tile), int(share.first) : int(share.first) + int(share.steps)] += 1
         assert (seen == 1).all()
+    gates = [phase for phase in phases if phase.weights == "gate_up"]
+    read = [
+        int(p.tile_of_weights(t, piece)) for p in gates for t in range(p.tiles) for piece in range(p.pieces)
+    ]
+    assert sorted(read) == list(range(2 * COLUMNS[name][2] // gates[0].wide))
 
 
 def test_what_is_left_to_products_by_themselves():
@@ -138,10 +153,10 @@ def test_what_has_no_kernel_is_said():
     with pytest.raises(ValueError, match=r"weights not in FP8: .* is for others"):
         tuning = dataclasses.replace(FEW, fp8=True)
         lp.layer_products(attended, x, weights, counters, eps=1e-5, interpret=interpret, tuning=tuning)
-    with pytest.raises(ValueError, match="need 4 CTAs"):
+    with pytest.raises(ValueError, match="need 10 CTAs"):
         tuning = lp.Tuning(ctas=3, weight_slots=4, token_slots=2)
         lp.layer_products(
-            *Case(8, 256, 128, 512).arrays(), counters, eps=1e-5, interpret=interpret, tuning=tuning
+            *Case(8, 256, 128, 1024).arrays(), counters, eps=1e-5, interpret=interpret, tuning=tuning
         )
 
 

@@ -27,6 +27,7 @@ MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
 FP8 = lp.Tuning(ctas=SMS, weight_slots=10, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
+MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "gemma-3-27b")]  # than CTAs
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 128])
@@ -46,6 +47,12 @@ def test_layers_of_models(case, tokens):
     check_layer(dataclasses.replace(case, tokens=tokens), FEW if tokens <= 64 else MANY, repeats=10)
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 128])
+@pytest.mark.parametrize("columns", MORE_GATES, ids=str)
+def test_more_gates_than_multiprocessors(columns, tokens):
+    check_layer(Case(tokens, *columns), FEW if tokens <= 64 else MANY, repeats=10)
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 40, 64])
 @pytest.mark.parametrize(
     "case",
@@ -54,8 +61,9 @@ def test_layers_of_models(case, tokens):
         Case(0, *GEMMA, gate="gelu", offset=1.0, post_norms=True),
         Case(0, *QWEN),
         Case(0, 640, 512, 1536),
+        Case(0, *MORE_GATES[0]),
     ],
-    ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small"],
+    ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Qwen2.5-7B"],
 )
 def test_layers_in_fp8(case, tokens):
     check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), FP8, repeats=10)
@@ -78,7 +86,9 @@ def test_mixtures(case):
 MODELS = [(name, tokens) for name in ("llama-3.1-8b", "gemma-3-12b") for tokens in (2, 64, 96)]
 
 
-@pytest.mark.parametrize(("name", "tokens"), [*MODELS, ("llama-3.2-3b", 8), ("qwen3-30b-a3b", 1)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*MODELS, ("llama-3.2-3b", 8), ("qwen2.5-7b", 32), ("qwen3-30b-a3b", 1)]
+)
 def test_models_with_it_and_without(name, tokens):
     """As the engine has it, with the tuning of the device; norms are no ones, and MLPs weigh as much as the stream."""
     config = SHAPES[name].replace(num_layers=3, sliding_layers=(), vocab_size=1024)
