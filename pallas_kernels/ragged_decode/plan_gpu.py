@@ -145,7 +145,10 @@ class _Plan:
             return share * whole + lax.div(share * rest, jnp.full_like(share, count))
 
         def share_of(place: Any) -> Any:
-            """The last share whose border is at or before a place; past the line's end the last border."""
+            """The last share whose border is at or before a place; past the line's end the last border.
+
+            A layer's units times shares fit in 32 bits: 16 million units are more pages than a GPU holds of a layer.
+            """
             found = lax.div((place + 1) * count + (line - 1), jnp.full_like(place, line)) - 1
             return jnp.where(place < total, found, num_shares)
 
@@ -199,7 +202,7 @@ class _Plan:
         step = 1
         while 2 * step <= self._num_items + 1:
             step *= 2
-        found = jnp.where(self._begins[step - 1] <= place, step, 0)
+        found = jnp.where(self._begins[step - 1] <= place, i32(step), i32(0))
         while step > 1:
             step //= 2
             further = found + step

@@ -14,6 +14,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from benchmarks import chunk_prefill, gpu_timing, ragged_divisions, ragged_inputs, ragged_peers
 from benchmarks.gpu_program import as_on_hopper
 from pallas_kernels import ragged_decode
+from pallas_kernels.ragged_decode import plan as decode_plan
 
 US = {"ragged_decode": 10.0, "chunk_prefill": 20.0, "cudnn_attention": 40.0, "loop_fusion": 5.0}
 
@@ -64,6 +65,8 @@ def as_measured(lower: bool = False) -> Iterator[Programs]:
         stack.enter_context(mock.patch.object(fused_attention_stablehlo, "cuda_versions", versions))
         stack.enter_context(mock.patch.object(ragged_inputs.Pools, "_make", abstract_pool))
         stack.enter_context(mock.patch.object(ragged_inputs, "make_plan", abstract_plan))
+        # Plans of the others are made here, without a GPU.
+        stack.enter_context(mock.patch.object(decode_plan, "_has_kernel", lambda _: False))
         stack.enter_context(mock.patch.object(jax.random, "normal", zeros))
         for module in (gpu_timing, ragged_peers):
             flush = jax.ShapeDtypeStruct((2**20,), jnp.bfloat16)

@@ -286,7 +286,7 @@ def test_each_device_runs_the_kernels(fields, more, linked, caplog):
     step = jax.jit(tp.step, static_argnums=1)
     if linked:
         params["links"] = jax.ShapeDtypeStruct((2, 3, 2), jnp.int32)
-    counts = np.add((2, 3), more) + 2 * linked
+    counts = np.add((3, 3), more) + 2 * linked
     with as_on_hopper():
         for given, count in zip(((None, tj.Decode(rows, rows)), (chunk, None)), counts, strict=True):
             program = step.trace(params, SNAPKV, cache, *given).lower(lowering_platforms=("cuda",)).as_text()
