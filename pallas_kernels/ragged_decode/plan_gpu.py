@@ -82,7 +82,7 @@ class _Plan:
             x.at[layer] for x in (order, shares, items, sync)
         )
         self._layer, self._page_size, self._unit, self._width = layer, page_size, unit, width
-        self._num_layers, self._num_items = order.shape
+        self._num_items = order.shape[1]
         self._sums: list[Any] = [
             functools.partial(numbers.running_sum, scratch=x, interpreted=interpreted) for x in sums
         ]
