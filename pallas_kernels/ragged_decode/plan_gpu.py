@@ -17,6 +17,7 @@ from pallas_kernels.ragged_decode import plan as p
 i32 = jnp.int32
 
 
+@functools.partial(jax.jit, static_argnames=("page_size", "unit", "num_shares", "least", "interpret"))
 def equal_shares(
     lengths: jax.Array,
     table: jax.Array,
