@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental.mosaic.gpu import layout_inference
 
 from benchmarks import weight_stream
@@ -23,7 +24,10 @@ def test_the_names_that_jax_prints(monkeypatch):
     stream = jax.jit(functools.partial(weight_stream.stream, layout=layout, slots=5))
     shapes = jax.ShapeDtypeStruct((128,), jnp.float32), jax.ShapeDtypeStruct(layout.shape, jnp.bfloat16)
     stream.trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert seen and installed is not value_names.PRINTED
+    assert installed is not value_names.PRINTED
+    if not seen and jax.version.__version_info__ >= (0, 12):
+        pytest.skip("JAX takes no names since 0.12")
+    assert seen
     for ours, printed in seen:
         assert ours.startswith("%") == printed.startswith("%")
         if ours.startswith("%"):  # a number, which no other operation has
