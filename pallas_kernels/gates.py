@@ -28,3 +28,9 @@ def gated(gates: jax.Array, values: jax.Array, gate: Gate) -> jax.Array:
         # (1 + tanh(u)) / 2 is the logistic function of 2 u.
         steep = gates * (1.5957691216057308 + 0.07135481282052773 * gates * gates)
     return gates / (1.0 + jnp.exp(-steep)) * values
+
+
+def gated_sums(gates: jax.Array, values: jax.Array, gate: Gate, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The same of float32 sums, rounded before as a product in `dtype` would leave them; float32."""
+    gates, values = (x.astype(dtype).astype(jnp.float32) for x in (gates, values))
+    return gated(gates, values, gate)

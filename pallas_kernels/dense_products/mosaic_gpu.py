@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.beyond import first_rows
 from pallas_kernels.dense_products.tuning import STEP, TOKENS, TUNING, Tuning, warpgroups
-from pallas_kernels.gates import Gate, gated
+from pallas_kernels.gates import Gate, gated_sums
 from pallas_kernels.read_once import load_once
 from pallas_kernels.support import record_for
 
@@ -205,8 +205,8 @@ def _finish(
     """
     first = lax.axis_index("tile") * cfg.columns
     if cfg.gate:
-        gates, values = (x.astype(out.dtype).astype(f32) for x in sums)
-        _store(cfg, wg, gated(gates, values, cfg.gate), out, out_s, first)
+        gates, values = sums
+        _store(cfg, wg, gated_sums(gates, values, cfg.gate, out.dtype), out, out_s, first)
     elif cfg.splits == 1:
         _store(cfg, wg, sums[0], out, out_s, first)
     elif cfg.interpreted:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gates import Gate, gated
+from pallas_kernels.gates import gated_sums
 from pallas_kernels.layer_products import choice, device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
 from pallas_kernels.layer_products.slots import Slots, Steps
@@ -93,7 +93,7 @@ def _product(
             device_ops.store_rows(sums[0], place, cfg.tokens - wg * TOKENS)
     else:
         gates, values = sums
-        opened = _opened(phase.gate, gates, values, out_s.dtype)
+        opened = gated_sums(gates, values, phase.gate, out_s.dtype)
         if phase.experts:
             opened *= refs["factors"][phase.place(share.tile, i32(0))[0]]
         opened = opened.astype(out_s.dtype)
@@ -105,11 +105,6 @@ def _product(
             columns = pl.ds(pl.multiple_of(share.tile * phase.wide + offset, LINE), LINE)
             plgpu.copy_smem_to_gmem(out_s, out.at[mine, columns])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _opened(gate: Gate, gates: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
-    gates, values = (x.astype(dtype).astype(f32) for x in (gates, values))
-    return gated(gates, values, gate)
 
 
 def _choose(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:
@@ -173,7 +168,7 @@ def open_last(refs: dict[str, Any], phase: Phase, row: Any) -> None:
         parts = [part.at[pl.ds(first, columns)] for part in _parts_of(refs, phase, row)]
         return functools.reduce(jnp.add, [plgpu.load(x, layout=layout, optimized=False) for x in parts])
 
-    opened = _opened(phase.opens, added(0), added(columns), out.dtype).astype(out.dtype)
+    opened = gated_sums(added(0), added(columns), phase.opens, out.dtype).astype(out.dtype)
     put(out.at[row, pl.ds(phase.others * COLUMNS, columns)], opened)
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.beyond import first_rows
 from pallas_kernels.fp8_products.device_ops import unpack
 from pallas_kernels.fp8_products.packing import TILE
-from pallas_kernels.gates import gated
+from pallas_kernels.gates import gated_sums
 from pallas_kernels.layer_products import device_ops
 from pallas_kernels.layer_products.phases import Config, Phase, Share
 from pallas_kernels.layer_products.slots import Steps
@@ -76,8 +76,9 @@ def product(
         else:
             device_ops.store_columns(results[0], place, cfg.tokens)
         return
-    gates, values = (result.astype(out_s.dtype).astype(f32) for result in results)
-    opened, opened_s = gated(gates, values, phase.gate).astype(out_s.dtype), out_s.at[pl.ds(0, rows)]
+    gates, values = results
+    opened = gated_sums(gates, values, phase.gate, out_s.dtype).astype(out_s.dtype)
+    opened_s = out_s.at[pl.ds(0, rows)]
     store_transposed(opened, opened_s, interpreted=cfg.interpreted)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(opened_s, out.at[first_rows(rows, wg), columns_of(share.tile)])
