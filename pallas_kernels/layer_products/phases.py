@@ -181,7 +181,7 @@ class Share:
     @classmethod
     def all_of(cls, cfg: Config, refs: dict[str, Any], cta: Any) -> list["Share"]:
         """Of every phase; of the heads none where the `following` layer, i32[1], is none."""
-        shares = [cls.of(phase, cta) for phase in cfg.phases]
+        shares = [cls.of(phase, cta, cfg.tuning.ctas) for phase in cfg.phases]
         if "following" in refs:
             there = refs["following"][0] > 0
             last = shares[-1]
@@ -191,11 +191,23 @@ class Share:
         return shares
 
     @classmethod
-    def of(cls, phase: Phase, cta: Any) -> "Share":
-        tile, split = lax.rem(cta, i32(phase.tiles)), lax.div(cta, i32(phase.tiles))
+    def of(cls, phase: Phase, cta: Any, ctas: int) -> "Share":
+        """A CTA's, one of `ctas`."""
+        number, active = spread(cta, phase.ctas, ctas)
+        tile, split = lax.rem(number, i32(phase.tiles)), lax.div(number, i32(phase.tiles))
         first, end = (lax.div((split + n) * (phase.depth // phase.step), i32(phase.splits)) for n in (0, 1))
-        active = cta < phase.ctas
         return cls(tile, split, first, jnp.where(active, end - first, 0), active)
+
+
+def spread(cta: Any, working: int, ctas: int) -> tuple[Any, Any]:
+    """(Its number among those that work, whether it does), where so many of all CTAs have work.
+
+    Idle ones lie evenly between the others. The last ones would share a part of the chip, and the others crowd the paths to
+    the rest of it.
+    """
+    idle = i32(ctas - working)
+    before, after = (lax.div((cta + n) * idle, i32(ctas)) for n in (0, 1))
+    return cta - before, after == before
 
 
 def phases_of(

@@ -53,6 +53,9 @@ class Generation:
     least_weights: int = 6 << 23  # numbers
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
+    most_far_ahead: int = (
+        32  # tokens with four loads under way; of more only three were measured since CTAs are `spread`
+    )
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
     kinds_mixture: tuple[str, ...] = ("H100",)  # the same for layers with experts
 
@@ -109,6 +112,7 @@ def tuning_for(
         ctas=ctas,
         weight_slots=10 if fp8 else 11 if few else 8,
         token_slots=token_slots(tokens, fp8),
+        ahead=4 if tokens <= generation.most_far_ahead and not fp8 else 3,
         early=2 if few else 1,
         narrow_gates=narrow,
         fp8=fp8,

@@ -15,7 +15,7 @@ from models.testing import random_params, tiny_config
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import tuning as kernel_tuning
-from pallas_kernels.layer_products.phases import Share, phases_of
+from pallas_kernels.layer_products.phases import Share, phases_of, spread
 from pallas_kernels.layer_products.tuning import TUNING
 from tests.kernels.layer_cases import Case, check_layer, columns_of, count_kernels
 
@@ -66,7 +66,7 @@ def test_every_step_is_one_ctas(name):
         assert phase.ctas <= tuning.ctas
         seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
         for cta in range(tuning.ctas):
-            share = Share.of(phase, jnp.int32(cta))
+            share = Share.of(phase, jnp.int32(cta), tuning.ctas)
             assert bool(share.active) == (int(share.steps) > 0)
             seen[int(share.tile), int(share.first) : int(share.first) + int(share.steps)] += 1
         assert (seen == 1).all()
@@ -75,6 +75,14 @@ def test_every_step_is_one_ctas(name):
         int(p.tile_of_weights(t, piece)) for p in gates for t in range(p.tiles) for piece in range(p.pieces)
     ]
     assert sorted(read) == list(range(2 * COLUMNS[name][2] // gates[0].wide))
+
+
+@pytest.mark.parametrize("working", [0, 1, 76, 96, 112, 128, 131, 132])
+def test_idle_ctas_lie_between_the_others(working):
+    number, active = (np.asarray(each) for each in spread(jnp.arange(132, dtype=jnp.int32), working, 132))
+    assert number[active].tolist() == list(range(working))
+    for first in range(0, 132, 33):  # as many in every quarter
+        assert abs(active[first : first + 33].sum() - working / 4) <= 1
 
 
 def test_what_is_left_to_products_by_themselves():

@@ -61,7 +61,7 @@ def test_every_step_is_one_ctas():
         assert phase.ctas <= tuning.ctas
         seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
         for cta in range(tuning.ctas):
-            share = Share.of(phase, jnp.int32(cta))
+            share = Share.of(phase, jnp.int32(cta), tuning.ctas)
             seen[int(share.tile), int(share.first) : int(share.first) + int(share.steps)] += 1
         assert (seen == 1).all()
     _, _, gates, down, _ = phases
