@@ -9,6 +9,8 @@ equal share of the pieces (64 x 64, 8 KB each, two of them a load) in the order 
   out_in     [out, in], tiles of 64 rows, each read from its first column to its last
   packed     16 KB pieces in a line
   together   [in, out], loads dealt to the multiprocessors in turn: all of them read one stretch of whole rows at a time
+  tiles      [in, out], a CTA for 128 columns of each half, as gates have it: where these are fewer than multiprocessors, the
+             others idle, "last" the last CTAs, "spread" some between the others
 """
 
 import argparse
@@ -27,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof
+from pallas_kernels.layer_products.phases import spread as spread_ctas
+from pallas_kernels.read_once import load_once
 
 BLOCK, PIECES, CTAS = 64, 2, 132
 SHAPES = {"gate_up": (4096, 28672), "down": (14336, 4096), "qkv": (4096, 6144), "out": (4096, 4096)}
@@ -41,6 +45,8 @@ class Layout:
     shape: tuple[int, int]  # of the stored array
     corner: Callable[[Any], tuple[Any, Any]]  # piece number -> its first row and column in the stored array
     dealt: bool = False  # loads in turn instead of a stretch for each CTA
+    working: int | None = None  # CTAs, of all by default
+    spread: bool = False  # those without work lie between the others
 
 
 def in_out(depth: int, columns: int, width: int) -> Layout:
@@ -59,6 +65,21 @@ def together(depth: int, columns: int) -> Layout:
     """Whole rows, by all CTAs at once."""
     whole = in_out(depth, columns, columns // BLOCK)
     return dataclasses.replace(whole, name="together", dealt=True)
+
+
+def tiles(depth: int, columns: int, *, spread: bool) -> Layout:
+    """Two pieces side by side in each half, from the first row to the last."""
+    half = columns // 2
+    per_tile = 2 * PIECES * depth // BLOCK
+
+    def corner(piece: Any) -> tuple[Any, Any]:
+        tile, rest = lax.div(piece, i32(per_tile)), lax.rem(piece, i32(per_tile))
+        row, nth = lax.div(rest, i32(2 * PIECES)) * BLOCK, lax.rem(rest, i32(2 * PIECES))
+        column = lax.div(nth, i32(PIECES)) * half + lax.rem(nth, i32(PIECES)) * BLOCK
+        return row, column + tile * (PIECES * BLOCK)
+
+    name = f"tiles {'spread' if spread else 'last'}"
+    return Layout(name, (depth, columns), corner, working=half // (PIECES * BLOCK), spread=spread)
 
 
 def out_in(depth: int, columns: int) -> Layout:
@@ -84,7 +105,10 @@ def stream(
 
     def weight_stream(small: Any, weights: Any, out: Any) -> None:
         cta = lax.axis_index("cta")
-        first, end = (lax.div((cta + n) * loads, i32(CTAS)) for n in (0, 1))
+        working = layout.working or CTAS
+        number, active = spread_ctas(cta, working, CTAS) if layout.spread else (cta, cta < working)
+        first, end = (lax.div((number + n) * loads, i32(working)) for n in (0, 1))
+        end = jnp.where(active, end, first)
         if layout.dealt:
             first, end = i32(0), lax.div(loads - cta + (CTAS - 1), i32(CTAS))
 
@@ -103,7 +127,7 @@ def stream(
                     for u in range(PIECES):
                         row, column = layout.corner(load * PIECES + u)
                         source = weights.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-                        plgpu.copy_gmem_to_smem(source, buffer.at[slot, u], full.at[slot])
+                        load_once(source, buffer.at[slot, u], full.at[slot])
 
                 lax.fori_loop(0, end - first, one, None)
 
@@ -146,7 +170,10 @@ def stream(
 def layouts(depth: int, columns: int) -> list[Layout]:
     """All that are compared."""
     wide = [in_out(depth, columns, w) for w in (1, 2, 4, 8)]
-    return [*wide, out_in(depth, columns), packed(depth, columns), together(depth, columns)]
+    found = [*wide, out_in(depth, columns), packed(depth, columns), together(depth, columns)]
+    if columns % (2 * PIECES * BLOCK) == 0 and CTAS // 2 < columns // (2 * PIECES * BLOCK) < CTAS:
+        found += [tiles(depth, columns, spread=spread) for spread in (False, True)]
+    return found
 
 
 def main() -> None:
@@ -154,7 +181,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--slots", type=int, nargs="*", default=[2, 4, 8, 12], help="loads of 16 KB under way"
+        "--slots", type=int, nargs="*", default=[2, 3, 4, 8, 12], help="loads of 16 KB under way"
     )
     parser.add_argument("--products", nargs="*", choices=SHAPES, default=["gate_up", "out"])
     args = parser.parse_args()

@@ -11,7 +11,8 @@ import pytest
 from benchmarks import weight_stream
 
 DEPTH, COLUMNS = 512, 1024
-LAYOUTS = weight_stream.layouts(DEPTH, COLUMNS)
+TILES = [weight_stream.tiles(DEPTH, COLUMNS, spread=spread) for spread in (False, True)]
+LAYOUTS = weight_stream.layouts(DEPTH, COLUMNS) + TILES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -25,13 +26,17 @@ def test_every_piece_is_read_once(layout):
     assert "kernel_hash" in stream.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_interpreted(monkeypatch):
-    monkeypatch.setattr(weight_stream, "CTAS", 3)
-    small, weights = jnp.arange(128.0), jnp.ones(LAYOUTS[1].shape, jnp.bfloat16)
+@pytest.mark.parametrize(("layout", "ctas"), [(LAYOUTS[1], 3), (TILES[1], 7)], ids=["in_out", "tiles spread"])
+def test_interpreted(monkeypatch, layout, ctas):
+    monkeypatch.setattr(weight_stream, "CTAS", ctas)
+    small, weights = jnp.arange(128.0), jnp.ones(layout.shape, jnp.bfloat16)
     run = functools.partial(
-        weight_stream.stream,
-        layout=LAYOUTS[1],
-        slots=3,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
+        weight_stream.stream, layout=layout, slots=3, interpret=plgpu.InterpretGPUParams(detect_races=True)
     )
     np.testing.assert_array_equal(jax.jit(run)(small, weights), small)
+
+
+def test_tiles_are_compared_where_some_multiprocessors_idle():
+    names = {layout.name for layout in weight_stream.layouts(64, 28672)}
+    assert {"tiles last", "tiles spread"} <= names
+    assert len(weight_stream.layouts(64, 4096)) == len(names) - 2
