@@ -199,7 +199,7 @@ def main() -> None:
         params, config, args.requests, args.context, args.retention,
         argparse.Namespace(
             page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False,
-            devices=args.devices, unlinked=False,
+            devices=args.devices, unlinked=False, cluster="layer",
         ),
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
         dtype=byte_pages.DTYPE if args.kv_cache_dtype == "int8" else jnp.bfloat16,

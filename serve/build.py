@@ -31,12 +31,14 @@ from serve.transfers import allow_pinned
 from serve.watched import WatchedEngine
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import MAX_TOKENS, CachePlan, default_heads_per_page
+from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 from tangram_jax.sharding import TensorParallel
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
+WORTH_SAYING = 0.9  # of the entries kept: that other groups would keep so few
 
 log = logging.getLogger("tangram.engine")
 
@@ -139,7 +141,8 @@ def build_engine(
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)
     devices = config.tensor_parallel_size
-    plan = _plan_of(config, model, batching.page_size, tail)
+    profile = _profile_of(config, model)
+    plan = _plan_of(config, model, profile, batching.page_size, tail)
     try:
         parallel = TensorParallel.of(shape, plan, devices) if devices > 1 else None
     except ValueError as error:
@@ -210,11 +213,33 @@ def build_engine(
     else:
         engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
     summary = _summary(config, model, plan, limits, num_pages, page_bytes)
+    if config.cluster != "model" and devices == 1 and plan.heads_per_page > 1:
+        others = _plan_of(
+            dataclasses.replace(config, cluster="model"), model, profile, batching.page_size, tail
+        )
+        kept = others.retention(limits.max_model_len)
+        if kept < WORTH_SAYING * plan.retention(limits.max_model_len):
+            summary += f"; with --cluster model retention would be {kept:.2f}"
     return Built(engine, model, plan, summary, defaults)
 
 
-def _plan_of(config: ServeConfig, model: LoadedModel, page_size: int, tail: int) -> CachePlan:
-    """Groups and budgets of the heads. Raises ConfigError for what the model or its profile cannot do."""
+def _profile_of(config: ServeConfig, model: LoadedModel) -> BudgetProfile:
+    """Raises ConfigError for one that is not the model's, or does not fit what requests may ask for."""
+    profile = choose_profile(config, model.config, model.name)
+    check_provenance(profile, model, config.scorer)
+    kept = config.retention or profile.retention
+    if config.max_retention is not None and config.max_retention < kept:
+        raise ConfigError(
+            f"--max-retention ({config.max_retention:g}) is below what requests keep that ask for nothing ({kept:g}, the "
+            "profile's): write at least that, or a --retention of at most --max-retention"
+        )
+    return profile
+
+
+def _plan_of(
+    config: ServeConfig, model: LoadedModel, profile: BudgetProfile, page_size: int, tail: int
+) -> CachePlan:
+    """Groups and budgets of the heads. Raises ConfigError for what the model cannot do."""
     shape = model.config
     heads_per_page = config.heads_per_page or default_heads_per_page(
         shape.num_kv_heads, config.tensor_parallel_size
@@ -224,14 +249,6 @@ def _plan_of(config: ServeConfig, model: LoadedModel, page_size: int, tail: int)
         raise ConfigError(
             f"--heads-per-page {heads_per_page} leaves columns of every page empty: {model.name} has {heads} KV heads "
             f"to put together with --cluster {config.cluster}, write at most {heads}"
-        )
-    profile = choose_profile(config, shape, model.name)
-    check_provenance(profile, model, config.scorer)
-    kept = config.retention or profile.retention
-    if config.max_retention is not None and config.max_retention < kept:
-        raise ConfigError(
-            f"--max-retention ({config.max_retention:g}) is below what requests keep that ask for nothing ({kept:g}, the "
-            "profile's): write at least that, or a --retention of at most --max-retention"
         )
     return CachePlan.build(
         profile
@@ -244,7 +261,7 @@ def _plan_of(config: ServeConfig, model: LoadedModel, page_size: int, tail: int)
         min_entries=MIN_ENTRIES if config.min_entries is None else config.min_entries,
         sliding=SlidingLayers.of(shape, tail),
         scaled=profile,
-        max_retention=config.max_retention or kept,
+        max_retention=config.max_retention or config.retention or profile.retention,
     )
 
 

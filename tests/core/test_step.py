@@ -47,14 +47,8 @@ def test_full_retention_equals_dense_attention(cluster, page_size, chunk):
         np.testing.assert_allclose(out, want[min((i + 1) * chunk, 70) - 1], atol=1e-4)
     for i, token in enumerate(generated):
         # Slot 0 is empty: the number of no row.
-        out, cache = decode_step(
-            PARAMS,
-            CONFIG,
-            plan,
-            cache,
-            rows=np.array([9, 1], np.int32),
-            tokens=np.array([0, token], np.int32),
-        )
+        given = {"rows": np.array([9, 1], np.int32), "tokens": np.array([0, token], np.int32)}
+        out, cache = decode_step(PARAMS, CONFIG, plan, cache, **given)
         np.testing.assert_allclose(out[1], want[70 + i], atol=1e-4)
     assert (int(cache.tokens[1]), int(cache.tail[1])) == (70, 12)
     assert int(cache.num_free) == 600 - plan.pages(70, 12)
