@@ -10,12 +10,8 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
-  python -m benchmarks.decode_step --fp8 --xla-products
-                                                   with a kernel of its own for each FP8 product, too
-  python -m benchmarks.decode_step --heads-apart   with heads rotated before attention, not in it, too
-  python -m benchmarks.decode_step --ordinary-loads
-                                                   with kernels, too, that do not tell the L2 what is read once
-  python -m benchmarks.decode_step --apart         with kernels of their own for attention and a layer's products, too
+  python -m benchmarks.decode_step --apart --heads-apart --ordinary-loads --xla-plan --last-idle
+                                                   and what else a step is compared with: see --help
   python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head, half of
@@ -50,7 +46,8 @@ from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products import device_ops, phases
+from pallas_kernels.ragged_decode import plan as decode_plan
 from tangram_jax.plan import CLUSTERS
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -61,7 +58,6 @@ IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
 PRODUCTS = (layer_products, dense_products)  # kernels of products, but for those of a single one in FP8
-HEADS_APART = partial(mock.patch.object, ragged_decode, "makes_heads", return_value=False)
 
 
 @contextlib.contextmanager
@@ -74,15 +70,48 @@ def without(*kernels: ModuleType) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ordinary_loads() -> Iterator[None]:
-    """Nothing tells the L2 what is read once, or not read again."""
-    jax.clear_caches()  # of kernels' traces, in which rows are forgotten
-    ordinary = mock.patch.object(read_once, "EVICT_FIRST", read_once.EVICT_NORMAL)
+def patched(*patches: Any) -> Iterator[None]:
+    """What is within calls of `mock.patch.object`, of which no kernel that was traced before knows, nor any after it."""
+    jax.clear_caches()
     try:
-        with ordinary, mock.patch.object(device_ops, "forget"):
+        with contextlib.ExitStack() as stack:
+            for target, name, value in patches:
+                stack.enter_context(mock.patch.object(target, name, value))
             yield
     finally:
         jax.clear_caches()
+
+
+WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
+    "xla-products": (
+        partial(without, *PRODUCTS),
+        "with XLA's products alone, or those with FP8 weights each by itself",
+    ),
+    "apart": (
+        partial(without, decode_layer),
+        "with kernels of their own for a layer's attention and its products",
+    ),
+    "heads-apart": (
+        partial(patched, (ragged_decode, "makes_heads", lambda *_, **__: False)),
+        "with other kernels for heads, where attention makes them",
+    ),
+    "ordinary-loads": (
+        partial(
+            patched,
+            (read_once, "EVICT_FIRST", read_once.EVICT_NORMAL),
+            (device_ops, "forget", lambda _: None),
+        ),
+        "with loads that do not tell the L2 what is read once",
+    ),
+    "xla-plan": (
+        partial(patched, (decode_plan, "_has_kernel", lambda _: False)),
+        "with XLA's plan of a step",
+    ),
+    "last-idle": (
+        partial(patched, (phases, "spread", lambda cta, working, _: (cta, cta < working))),
+        "with the last CTAs idle where a layer's product has work for fewer",
+    ),
+}
 
 
 def on_any_gpu(tuning: dict[str, Any]) -> Any:
@@ -298,38 +327,17 @@ def main() -> None:
     )
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
     parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")
-    parser.add_argument(
-        "--xla-products",
-        action="store_true",
-        help="each case once more with XLA's products alone, or those with FP8 weights each by itself",
-    )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
-    parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="each case once more, with kernels of their own for a layer's attention and its products",
-    )
-    parser.add_argument(
-        "--heads-apart",
-        action="store_true",
-        help="each case once more with other kernels for heads, where attention makes them",
-    )
-    parser.add_argument(
-        "--ordinary-loads",
-        action="store_true",
-        help="each case once more with loads that do not tell the L2 what is read once",
-    )
+    for name, (_, text) in WAYS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"each case once more {text}")
     parser.add_argument(
         "--any-gpu", action="store_true", help="kernels that were not measured on this GPU, too"
     )
     args = parser.parse_args()
-    others = args.xla_products or args.apart or args.heads_apart or args.ordinary_loads
-    if others and (args.drafts or args.bytes):
-        parser.error(
-            "--xla-products, --apart, --heads-apart and --ordinary-loads are compared with nothing else: leave out --drafts "
-            "and --bytes"
-        )
+    chosen = [name for name in WAYS if getattr(args, name.replace("-", "_"))]
+    if chosen and (args.drafts or args.bytes):
+        parser.error(f"--{chosen[0]} is compared with nothing else: leave out --drafts and --bytes")
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config)
@@ -344,11 +352,7 @@ def main() -> None:
         batch, tokens = CASES[index]
         for retention in (1.0, 0.25):
             dtypes = (jnp.bfloat16, byte_pages.DTYPE)[: 1 + args.bytes]
-            ways: list[tuple[str, Any]] = [("", contextlib.nullcontext)]
-            ways += [("XLA", partial(without, *PRODUCTS))] * args.xla_products
-            ways += [("apart", partial(without, decode_layer))] * args.apart
-            ways += [("heads apart", HEADS_APART)] * args.heads_apart
-            ways += [("ordinary loads", ordinary_loads)] * args.ordinary_loads
+            ways = [("", contextlib.nullcontext), *((name, WAYS[name][0]) for name in chosen)]
             variants = itertools.product(dtypes, (0, args.drafts)[: 1 + bool(args.drafts)], enumerate(ways))
             for dtype, drafts, (number, (way, context)) in variants:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
@@ -362,7 +366,7 @@ def main() -> None:
                 except Exception as error:  # e.g. out of memory at 128 x 8K: the other rows still count
                     row = case | {"error": str(error)[:300]}
                 if way:
-                    row["products"] = way
+                    row["way"] = way
                 before = rows[-number if way else -1] if drafts or way else {}
                 if {"ms"} <= row.keys() & before.keys():
                     row["times as long"] = round(row["ms"] / before["ms"], 3)

@@ -1,0 +1,59 @@
+"""The benchmark of whole steps: what a step is compared with, from the command line to the rows; no step is run."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import decode_step
+from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
+from pallas_kernels.layer_products import device_ops, phases
+from pallas_kernels.ragged_decode import plan as decode_plan
+
+REPLACED = {
+    "xla-products": [(layer_products, "tuning_for"), (dense_products, "tuning_for")],
+    "apart": [(decode_layer, "tuning_for")],
+    "heads-apart": [(ragged_decode, "makes_heads")],
+    "ordinary-loads": [(read_once, "EVICT_FIRST"), (device_ops, "forget")],
+    "xla-plan": [(decode_plan, "_has_kernel")],
+    "last-idle": [(phases, "spread")],
+}
+
+
+@pytest.mark.parametrize("name", decode_step.WAYS)
+def test_what_a_way_replaces_is_there_again_after_it(name):
+    before = [getattr(*place) for place in REPLACED[name]]
+    with decode_step.WAYS[name][0]():
+        assert all(getattr(*place) is not value for place, value in zip(REPLACED[name], before, strict=True))
+    assert [getattr(*place) for place in REPLACED[name]] == before
+
+
+def run(monkeypatch, tmp_path, *words):
+    """The rows of a command whose steps take 2 ms in the engine's way, and 1 ms more for each kernel that is replaced."""
+
+    def measure(params, config, batch, tokens, retention, *rest):
+        replaced = sum(getattr(*place) is not ours[place] for places in REPLACED.values() for place in places)
+        return {"batch": batch, "retention": retention, "ms": 2.0 + replaced}
+
+    ours = {place: getattr(*place) for places in REPLACED.values() for place in places}
+    monkeypatch.setattr(decode_step, "measure", measure)
+    monkeypatch.setattr(decode_step, "read_roof", lambda: 3200.0)
+    monkeypatch.setattr(decode_step, "random_weights", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["decode_step", *words, "--out", str(tmp_path / "rows.json")])
+    decode_step.main()
+    return json.loads((tmp_path / "rows.json").read_text())["rows"]
+
+
+def test_rows_are_compared_with_the_engines_way(monkeypatch, tmp_path):
+    rows = run(monkeypatch, tmp_path, "--cases", "3", "--last-idle", "--ordinary-loads")
+    assert [row.get("way") for row in rows] == [None, "ordinary-loads", "last-idle"] * 2
+    assert [row.get("times as long") for row in rows] == [None, 2.0, 1.5] * 2
+    assert [row["retention"] for row in rows] == [1.0] * 3 + [0.25] * 3
+
+
+def test_one_comparison_at_a_time(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, "--xla-plan", "--bytes")
+    assert (
+        "--xla-plan is compared with nothing else: leave out --drafts and --bytes" in capsys.readouterr().err
+    )
