@@ -53,9 +53,7 @@ class Generation:
     least_weights: int = 6 << 23  # numbers
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
-    most_far_ahead: int = (
-        32  # tokens with four loads under way; of more only three were measured since CTAs are `spread`
-    )
+    most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
     kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
     kinds_mixture: tuple[str, ...] = ("H100",)  # the same for layers with experts
 
