@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from benchmarks.decode_step import HEADS_APART, on_any_gpu, without
+from benchmarks.decode_step import WAYS, on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
@@ -71,7 +71,7 @@ def test_steps_with_heads_made(shape, changes):
     config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
     params, outs = weights_of(config), []
     for made in (True, False):
-        with without(decode_layer), contextlib.nullcontext() if made else HEADS_APART():
+        with without(decode_layer), contextlib.nullcontext() if made else WAYS["heads-apart"][0]():
             outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
     check_same(*outs)
 
