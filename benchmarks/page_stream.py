@@ -18,21 +18,17 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import kernels_of, read_roof
-from pallas_kernels.read_once import load_once
+from benchmarks.streams import CTAS, NAME, streamed
 
-CTAS, EACH = 132, 496  # pieces of each CTA
+EACH = 496  # pieces of a CTA
 ROWS, COLUMNS = 128, 64  # of a piece
 HEADS = 4  # of a page: as many pieces of keys, then of values
-i32 = jnp.int32
 
 
 def orders(ctas: int = CTAS, each: int = EACH) -> dict[str, np.ndarray]:
@@ -62,57 +58,17 @@ def stream(
 ) -> jax.Array:
     """`small` f32[128], after the pieces of x [N, ROWS, COLUMNS] went through shared memory, so many in each load."""
     ctas, each = order.shape
-    loads = each // pieces
 
-    def page_stream(small: Any, x: Any, order: Any, out: Any) -> None:
-        cta = lax.axis_index("cta")
-
+    def loads_of(cta: Any, x: Any, order: Any) -> tuple[Any, Any, Any]:
         def places(load: Any) -> tuple[Any, ...]:
             return tuple(order[cta, jnp.minimum(load * pieces + u, each - 1)] for u in range(pieces))
 
-        def body(buffer: Any, full: Any, free: Any) -> None:
-            @pl.when(lax.axis_index("wg") == 0)
-            def _() -> None:
-                def one(n: Any, at: tuple[Any, ...]) -> tuple[Any, ...]:
-                    slot, following = lax.rem(n, i32(slots)), places(n + 1)  # read ahead, as attention does
-                    pl.when(n >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    for u, place in enumerate(at):
-                        load_once(x.at[place], buffer.at[slot, u], full.at[slot])
-                    return following
+        return jnp.int32(each // pieces), places, lambda place: x.at[place]
 
-                lax.fori_loop(0, loads, one, places(i32(0)))
-                if interpret is not None:  # it wants every completion of a barrier to be seen
-                    for slot in range(min(slots, loads)):
-                        plgpu.barrier_wait(free.at[slot])
-
-            @pl.when(lax.axis_index("wg") == 1)
-            def _() -> None:
-                def one(n: Any, carry: Any) -> None:
-                    del carry
-                    slot = lax.rem(n, i32(slots))
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.barrier_arrive(free.at[slot])
-
-                lax.fori_loop(0, loads, one, None)
-
-                @pl.when(cta == 0)
-                def _() -> None:
-                    out[...] = small[...]
-
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        pl.run_scoped(
-            body,
-            plgpu.SMEM((slots, pieces, ROWS, COLUMNS), x.dtype, transforms=tiled),
-            plgpu.Barrier(num_arrivals=pieces, num_barriers=slots),
-            plgpu.Barrier(num_barriers=slots),
-            collective_axes="wg",
-        )
-
-    run = plgpu.kernel(
-        page_stream, out_type=jax.ShapeDtypeStruct(small.shape, small.dtype), grid=(ctas,), grid_names=("cta",),
-        num_threads=2, thread_name="wg", interpret=interpret,
+    return streamed(
+        small, x, order, loads_of=loads_of, piece=(ROWS, COLUMNS), pieces=pieces, slots=slots, ctas=ctas,
+        interpret=interpret,
     )  # fmt: skip
-    return run(small, x, order)
 
 
 def main() -> None:
@@ -132,9 +88,7 @@ def main() -> None:
         for slots, pieces in columns:
             run = jax.jit(functools.partial(stream, slots=slots, pieces=pieces))
             kernels = kernels_of(run, (jnp.ones(128), x, jnp.asarray(order)), 5)
-            us = float(
-                np.median([t for key, times in kernels.items() if "page_stream" in key for t in times])
-            )
+            us = float(np.median([t for key, times in kernels.items() if NAME in key for t in times]))
             row.append(f"{us:.1f} ({x.nbytes / us / 1e3 / roof:.3f})")
         table.add_row(name, *row)
     Console(width=160).print(table)

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -29,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, read_roof
+from benchmarks.streams import CTAS, NAME, streamed
 from pallas_kernels.layer_products.phases import spread as spread_ctas
-from pallas_kernels.read_once import load_once
 
-BLOCK, PIECES, CTAS = 64, 2, 132
+BLOCK, PIECES = 64, 2
 SHAPES = {"gate_up": (4096, 28672), "down": (14336, 4096), "qkv": (4096, 6144), "out": (4096, 4096)}
 i32 = jnp.int32
 
@@ -98,73 +96,39 @@ def packed(depth: int, columns: int) -> Layout:
 
 
 def stream(
-    small: jax.Array, weights: jax.Array, *, layout: Layout, slots: int, interpret: Any = None
+    small: jax.Array,
+    weights: jax.Array,
+    *,
+    layout: Layout,
+    slots: int,
+    ctas: int = CTAS,
+    interpret: Any = None,
 ) -> jax.Array:
     """`small` f32[128], after all of `weights` went through shared memory."""
-    loads = weights.size // (PIECES * BLOCK * BLOCK)
-
-    def weight_stream(small: Any, weights: Any, out: Any) -> None:
-        cta = lax.axis_index("cta")
-        working = layout.working or CTAS
-        number, active = spread_ctas(cta, working, CTAS) if layout.spread else (cta, cta < working)
-        first, end = (lax.div((number + n) * loads, i32(working)) for n in (0, 1))
-        end = jnp.where(active, end, first)
-        if layout.dealt:
-            first, end = i32(0), lax.div(loads - cta + (CTAS - 1), i32(CTAS))
-
-        def body(buffer: Any, full: Any, free: Any) -> None:
-            @pl.when(lax.axis_index("wg") == 0)
-            def _() -> None:
-                def one(n: Any, carry: Any) -> None:
-                    del carry
-                    slot = lax.rem(n, i32(slots))
-
-                    @pl.when(n >= slots)
-                    def _() -> None:
-                        plgpu.barrier_wait(free.at[slot])
-
-                    load = n * CTAS + cta if layout.dealt else first + n
-                    for u in range(PIECES):
-                        row, column = layout.corner(load * PIECES + u)
-                        source = weights.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
-                        load_once(source, buffer.at[slot, u], full.at[slot])
-
-                lax.fori_loop(0, end - first, one, None)
-
-            @pl.when(lax.axis_index("wg") == 1)
-            def _() -> None:
-                def one(n: Any, carry: Any) -> None:
-                    del carry
-                    slot = lax.rem(n, i32(slots))
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.barrier_arrive(free.at[slot])
-
-                lax.fori_loop(0, end - first, one, None)
-
-                @pl.when(cta == 0)
-                def _() -> None:
-                    out[...] = small[...]
-
-            if interpret is not None:  # the interpreter wants every completion of a barrier to be seen
-                for slot in range(slots):
-                    pl.when((lax.axis_index("wg") == 0) & (end - first > slot))(
-                        functools.partial(plgpu.barrier_wait, free.at[slot])
-                    )
-
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        pl.run_scoped(
-            body,
-            plgpu.SMEM((slots, PIECES, BLOCK, BLOCK), weights.dtype, transforms=tiled),
-            plgpu.Barrier(num_arrivals=PIECES, num_barriers=slots),
-            plgpu.Barrier(num_barriers=slots),
-            collective_axes="wg",
-        )
-
-    run = plgpu.kernel(
-        weight_stream, out_type=jax.ShapeDtypeStruct(small.shape, small.dtype), grid=(CTAS,), grid_names=("cta",),
-        num_threads=2, thread_name="wg", interpret=interpret,
+    return streamed(
+        small, weights, loads_of=functools.partial(loads_of, layout, ctas), piece=(BLOCK, BLOCK), pieces=PIECES,
+        slots=slots, ctas=ctas, interpret=interpret,
     )  # fmt: skip
-    return run(small, weights)
+
+
+def loads_of(layout: Layout, ctas: int, cta: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """See `streamed`."""
+    loads, working = layout.shape[0] * layout.shape[1] // (PIECES * BLOCK * BLOCK), layout.working or ctas
+    number, active = spread_ctas(cta, working, ctas) if layout.spread else (cta, cta < working)
+    first, end = (lax.div((number + n) * loads, i32(working)) for n in (0, 1))
+    count = jnp.where(active, end - first, 0)
+    if layout.dealt:
+        count = lax.div(loads - cta + (ctas - 1), i32(ctas))
+
+    def places(n: Any) -> tuple[Any, ...]:
+        load = n * ctas + cta if layout.dealt else first + n
+        return tuple(layout.corner(load * PIECES + u) for u in range(PIECES))
+
+    def source(corner: tuple[Any, Any]) -> Any:
+        row, column = (pl.multiple_of(each, BLOCK) for each in corner)
+        return weights.at[pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+
+    return count, places, source
 
 
 def layouts(depth: int, columns: int) -> list[Layout]:
@@ -195,7 +159,7 @@ def main() -> None:
             row = []
             for slots in args.slots:
                 call = functools.partial(stream, layout=layout, slots=slots)
-                us, _ = cold_kernel_us(call, (jnp.ones(128), weights), "weight_stream")
+                us, _ = cold_kernel_us(call, (jnp.ones(128), weights), NAME)
                 row.append(f"{us:.1f} ({weights.nbytes / us / 1e3 / roof:.3f})")
             table.add_row(name, layout.name, *row)
     Console(width=120).print(table)

@@ -26,13 +26,21 @@ def test_every_piece_is_read_once(layout):
     assert "kernel_hash" in stream.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("ctas", [7, 12])
+def test_every_load_is_one_ctas(layout, ctas):
+    read = []
+    for cta in range(ctas):
+        count, places, _ = weight_stream.loads_of(layout, ctas, jnp.int32(cta), None)
+        read += [tuple(map(int, corner)) for n in range(int(count)) for corner in places(n)]
+    assert len(read) == len(set(read)) == DEPTH * COLUMNS // weight_stream.BLOCK**2
+
+
 @pytest.mark.parametrize(("layout", "ctas"), [(LAYOUTS[1], 3), (TILES[1], 7)], ids=["in_out", "tiles spread"])
-def test_interpreted(monkeypatch, layout, ctas):
-    monkeypatch.setattr(weight_stream, "CTAS", ctas)
+def test_interpreted(layout, ctas):
     small, weights = jnp.arange(128.0), jnp.ones(layout.shape, jnp.bfloat16)
-    run = functools.partial(
-        weight_stream.stream, layout=layout, slots=3, interpret=plgpu.InterpretGPUParams(detect_races=True)
-    )
+    how = {"slots": 3, "ctas": ctas, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    run = functools.partial(weight_stream.stream, layout=layout, **how)
     np.testing.assert_array_equal(jax.jit(run)(small, weights), small)
 
 
