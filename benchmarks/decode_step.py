@@ -17,8 +17,8 @@
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head, half of
 those that the timed steps append among them; the roof is a large reduction measured in the same run. Of a mixture of experts
 those count that as many tokens reach on average, were all experts alike. The pool is donated and never copied: its temporary
-memory is printed. Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clustered by layer, which
-keep 0.38 where heads ask for 0.25; with `--cluster model` 0.26.
+memory is printed. Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clustered by layer; `kept` is
+what the groups hold of the entries, each as many as the head with the largest budget.
 """
 
 import argparse
@@ -47,6 +47,7 @@ from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.layer_products import device_ops, phases
+from pallas_kernels.layer_products import tuning as layer_tuning
 from pallas_kernels.ragged_decode import plan as decode_plan
 from tangram_jax.plan import CLUSTERS
 from tangram_jax.sharding import TensorParallel
@@ -82,6 +83,12 @@ def patched(*patches: Any) -> Iterator[None]:
         jax.clear_caches()
 
 
+def three_loads(*args: Any, **options: Any) -> layer_products.Tuning | None:
+    """`layer_products.tuning_for`, with as many loads of weights under way for few tokens as for many."""
+    tuning = layer_tuning.tuning_for(*args, **options)
+    return tuning and replace(tuning, ahead=layer_products.Tuning.ahead)
+
+
 WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
     "xla-products": (
         partial(without, *PRODUCTS),
@@ -108,8 +115,12 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
         "with XLA's plan of a step",
     ),
     "last-idle": (
-        partial(patched, (phases, "spread", lambda cta, working, _: (cta, cta < working))),
-        "with the last CTAs idle where a layer's product has work for fewer",
+        partial(
+            patched,
+            (phases, "spread", lambda cta, working, _: (cta, cta < working)),
+            (layer_products, "tuning_for", three_loads),
+        ),
+        "with three loads under way in a layer's products, and the last CTAs idle where there is work for fewer",
     ),
 }
 
@@ -258,6 +269,7 @@ def measure(
         "batch": batch,
         "tokens": tokens,
         "retention": retention,
+        "kept": round(plan.retention(tokens), 3),
         "weights": "fp8" if config.weights_fp8 else "bfloat16",
         "drafts": drafts,
         "pages": "bytes" if byte_pages.is_bytes(dtype) else jnp.dtype(dtype).name,
@@ -378,12 +390,9 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
     if args.out:
+        held = {"device": jax.devices()[0].device_kind, "roof_TBps": roof / 1e12, "rows": rows}
         with open(args.out, "w") as file:
-            json.dump(
-                {"device": jax.devices()[0].device_kind, "roof_TBps": roof / 1e12, "rows": rows},
-                file,
-                indent=1,
-            )
+            json.dump(held, file, indent=1)
 
 
 if __name__ == "__main__":
