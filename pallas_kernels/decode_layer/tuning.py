@@ -13,7 +13,7 @@ class Tuning:
 
     # Heads of 256 have too many registers: 6 to 8% of a step of Gemma 3 12B's shape are lost with them.
     most_head_dim: int = 128
-    kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
+    kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
 
 
 TUNING = {"9.0": Tuning()}

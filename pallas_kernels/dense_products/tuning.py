@@ -30,7 +30,7 @@ class Generation:
     least_tokens: int = 40  # with fewer XLA's products keep that pace as well
     least_ctas: float = 0.6  # of the multiprocessors
     least_weights: int = 1 << 23  # numbers; smaller matrices were not measured
-    kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
+    kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
 
 
 TUNING = {"9.0": Generation()}

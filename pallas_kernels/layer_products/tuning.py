@@ -54,8 +54,11 @@ class Generation:
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
     most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
-    kinds: tuple[str, ...] = ("H100",)  # parts of the names of devices on which it was measured
-    kinds_mixture: tuple[str, ...] = ("H100",)  # the same for layers with experts
+    kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
+    kinds_many: tuple[str, ...] = (
+        "H100",
+    )  # for more than TOKENS: on an H200 products by themselves are faster
+    kinds_mixture: tuple[str, ...] = ("H100", "H200")  # for layers with experts
 
 
 TUNING = {"9.0": Generation()}
@@ -89,7 +92,8 @@ def tuning_for(
         columns = attended, width, inner, heads
         return _mixture_tuning(generation, device, *columns, *mixture) if tokens == 1 else None
     ctas = num_sms()
-    if not measured_on(generation.kinds, device) or not can_take(tokens, fp8) or tokens > ctas:
+    kinds = generation.kinds if tokens <= TOKENS else generation.kinds_many
+    if not measured_on(kinds, device) or not can_take(tokens, fp8) or tokens > ctas:
         return None
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % (2 * STEP if fp8 else STEP):
         return None

@@ -23,7 +23,7 @@ class Tuning:
     slice_registers: int = 96  # of a thread, for the pieces of a slice that are read at a time
     most_made: int = 128  # numbers of a head that the kernel makes itself: for more it lacks registers
     most_rows_made: int = 128  # requests; of more the kernel takes as long itself as others do
-    kinds_made: tuple[str, ...] = ("H100",)  # parts of the names of devices on which that was measured
+    kinds_made: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which that was measured
 
     def block(self, head_dim: int, page_size: int, *, packed: bool = False) -> int:
         """Entries of one step: a multiple of 64 (a matrix instruction's rows) and of the page. `packed`: pages of bytes."""

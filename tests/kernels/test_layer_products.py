@@ -1,6 +1,7 @@
 """A layer's products as one kernel on the CPU: how they are cut, and the kernel under the interpreter, by products."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -95,6 +96,15 @@ def test_what_is_left_to_products_by_themselves():
         assert lp.tuning_for(tokens, *COLUMNS["llama"]) is None
     assert lp.tuning_for(64, 4096, 4096 + 64, 14336, 6144) is None
     assert lp.tuning_for(64, 576, 512, 1536, 768) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("NVIDIA H100 80GB HBM3", 128), ("NVIDIA H200", 64), ("NVIDIA H20", 0)]
+)
+def test_only_gpus_on_which_it_was_faster_have_it(kind, most):
+    device = SimpleNamespace(device_kind=kind, platform="gpu", compute_capability="9.0")
+    taken = [tokens for tokens in (1, 32, 64, 72, 128) if lp.tuning_for(tokens, *COLUMNS["llama"], device)]
+    assert taken == [tokens for tokens in (1, 32, 64, 72, 128) if tokens <= most]
 
 
 def test_no_more_tokens_than_multiprocessors(monkeypatch):
