@@ -17,8 +17,8 @@
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head, half of
 those that the timed steps append among them; the roof is a large reduction measured in the same run. Of a mixture of experts
 those count that as many tokens reach on average, were all experts alike. The pool is donated and never copied: its temporary
-memory is printed. Budgets are lognormal (sigma 0.8) around the retention, groups of four heads clustered by layer; `kept` is
-what the groups hold of the entries, each as many as the head with the largest budget.
+memory is printed. Budgets are lognormal (sigma 0.8) around the retention; `kept` is what groups of heads hold of the
+entries, each as many as the head with the largest budget.
 """
 
 import argparse
@@ -39,6 +39,7 @@ import numpy as np
 
 import tangram_jax as tj
 from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
+from benchmarks.options import add_heads_per_page
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
@@ -49,7 +50,7 @@ from pallas_kernels.expert_products import mxfp4
 from pallas_kernels.layer_products import device_ops, phases
 from pallas_kernels.layer_products import tuning as layer_tuning
 from pallas_kernels.ragged_decode import plan as decode_plan
-from tangram_jax.plan import CLUSTERS
+from tangram_jax.grouping import CLUSTERS, heads_per_page_for
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
 
@@ -134,17 +135,6 @@ def on_any_gpu(tuning: dict[str, Any]) -> Any:
     return mock.patch.dict(tuning, {key: everywhere(of) for key, of in tuning.items()})
 
 
-def add_fp8(parser: argparse.ArgumentParser) -> None:
-    """The option of benchmarks whose steps may have many tokens."""
-    parser.add_argument(
-        "--fp8",
-        nargs="?",
-        const="weights",
-        choices=("weights", "dynamic"),
-        help="the products' weights in FP8; dynamic: many tokens too",
-    )
-
-
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
     """The shape with fewer layers, for a quick look; all of them if None. At least one is not a sliding-window layer."""
     count = max(count or config.num_layers, config.full_layers[0] + 1)
@@ -201,9 +191,9 @@ def measure(
 ) -> dict:
     tail = TAIL + drafts
     sliding = tj.SlidingLayers.of(config, max_tail=tail)
-    plan = tj.CachePlan.build(
-        ragged(config, retention), args.heads_per_page, args.page_size, args.cluster, sliding=sliding
-    )
+    profile = ragged(config, retention)
+    heads = args.heads_per_page or heads_per_page_for(profile, args.cluster, args.devices)
+    plan = tj.CachePlan.build(profile, heads, args.page_size, args.cluster, sliding=sliding)
     needed = batch * plan.pages(tokens, tail)
     page_bytes = plan.page_bytes(config.head_dim, dtype)
     num_pages = max(needed, int(args.pool_gib * 2**30) // page_bytes)
@@ -269,6 +259,7 @@ def measure(
         "batch": batch,
         "tokens": tokens,
         "retention": retention,
+        "heads_per_page": heads,
         "kept": round(plan.retention(tokens), 3),
         "weights": "fp8" if config.weights_fp8 else "bfloat16",
         "drafts": drafts,
@@ -322,7 +313,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default=LLAMA_8B.name)
     parser.add_argument("--layers", type=int, help="default: all of the shape")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--heads-per-page", type=int, default=4)
+    add_heads_per_page(parser)
     parser.add_argument("--cluster", choices=CLUSTERS, default="layer", help="how heads are grouped")
     parser.add_argument("--pool-gib", type=float, default=60.0)
     cases = ", ".join(f"{n}: {batch} x {tokens}" for n, (batch, tokens) in enumerate(CASES))
@@ -370,7 +361,7 @@ def main() -> None:
                 case = {"batch": batch, "tokens": tokens, "retention": retention}
                 try:
                     with contextlib.ExitStack() as stack:
-                        for of in (*PRODUCTS, decode_layer) * args.any_gpu:
+                        for of in (*PRODUCTS, decode_layer, ragged_decode) * args.any_gpu:
                             stack.enter_context(on_any_gpu(of.TUNING))
                         stack.enter_context(context())
                         model = config.replace(name=f"{config.name}, {way}") if way else config

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import decode_step, shapes
+from benchmarks.options import add_fp8, add_heads_per_page
 from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
 from models.registry import LoadedModel
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--retention", type=float, default=0.25)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    decode_step.add_fp8(parser)
+    add_fp8(parser)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--devices", type=int, default=1, help="GPUs over which model and cache are spread")
     parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=list(SAMPLING))
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--programs", help="directory that keeps programs for the next start, as a server's cache does"
     )
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     if args.programs:
@@ -194,11 +196,10 @@ def main() -> None:
     if longest > config.max_positions:
         parser.error(f"{longest} tokens a request are more than {config.max_positions}: lower --context")
     params = decode_step.random_weights(config, args.devices)
-    heads = 4 if config.num_kv_heads % 4 == 0 else 1
     alone = decode_step.measure(
         params, config, args.requests, args.context, args.retention,
         argparse.Namespace(
-            page_size=args.page_size, pool_gib=0.0, heads_per_page=heads, empty_slots=0, profile=False,
+            page_size=args.page_size, pool_gib=0.0, heads_per_page=args.heads_per_page, empty_slots=0, profile=False,
             devices=args.devices, unlinked=False, cluster="layer",
         ),
         roof=1.0,  # its ratio to the memory's pace is for benchmarks.decode_step to say
@@ -209,7 +210,7 @@ def main() -> None:
         engine = start_engine(
             config, params, args.retention, tensor_parallel_size=args.devices,
             max_num_seqs=args.requests, max_num_batched_tokens=args.chunk, max_model_len=longest,
-            page_size=args.page_size, heads_per_page=heads, prefix_cache=False, scorer=args.scorer,
+            page_size=args.page_size, heads_per_page=args.heads_per_page, prefix_cache=False, scorer=args.scorer,
             programs=args.programs, kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (args.requests, args.context))

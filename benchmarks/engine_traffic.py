@@ -33,6 +33,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from benchmarks.options import add_fp8
 from models.fp8_weights import with_fp8_weights
 from pallas_kernels import all_reduce
 from serve.buckets import Buckets
@@ -126,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
     parser.add_argument("--out", help="write the rows to this JSON file")
-    decode_step.add_fp8(parser)
+    add_fp8(parser)
     args = parser.parse_args()
     if args.times < 1:
         parser.error(f"--times {args.times}: once at least")

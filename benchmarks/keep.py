@@ -26,6 +26,7 @@ import numpy as np
 import tangram_jax as tj
 from benchmarks.decode_step import ragged, random_weights
 from benchmarks.gpu_timing import check_gpu, temporary_bytes, trace_kernels
+from benchmarks.options import add_heads_per_page
 from benchmarks.shapes import LLAMA_8B
 from models.config import ModelConfig
 from models.logits import AttentionLogits
@@ -36,6 +37,7 @@ from pallas_kernels import support
 from tangram_jax import compress
 from tangram_jax.attention import ChunkAttention
 from tangram_jax.chunk_scores import ChunkScores
+from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.pages import StepPages
 from tangram_jax.scorers import Scorer
 
@@ -47,9 +49,12 @@ CALLS = 4
 class Case:
     """One cache and the inputs of every part."""
 
-    def __init__(self, config: ModelConfig, pool_gib: float, chunk: int) -> None:
+    def __init__(
+        self, config: ModelConfig, pool_gib: float, chunk: int, heads_per_page: int | None = None
+    ) -> None:
         self.config, self.chunk = config, chunk
-        self.plan = tj.CachePlan.build(ragged(config, 0.25), 4, PAGE)
+        profile = ragged(config, 0.25)
+        self.plan = tj.CachePlan.build(profile, heads_per_page or heads_per_page_for(profile), PAGE)
         num_pages = int(pool_gib * 2**30) // self.plan.page_bytes(config.head_dim, jnp.bfloat16)
         self.cache = tj.init_cache(
             self.plan, config, num_pages=num_pages, max_requests=BATCH + 1,
@@ -206,10 +211,11 @@ def main() -> None:
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--names", action="store_true", help="print the kernels of every part")
     parser.add_argument("--xla-only", action="store_true")
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     check_gpu()
-    case = Case(LLAMA_8B.replace(num_layers=args.layers), args.pool_gib, args.chunk)
+    case = Case(LLAMA_8B.replace(num_layers=args.layers), args.pool_gib, args.chunk, args.heads_per_page)
     case.set_counts(0)
     products, layer = layer_us(case)
     print(

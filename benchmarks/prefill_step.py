@@ -25,13 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
-from benchmarks.decode_step import add_fp8, first_layers, print_profile, ragged, random_weights
+from benchmarks.decode_step import first_layers, print_profile, ragged, random_weights
 from benchmarks.gpu_timing import kernels_of
+from benchmarks.options import add_fp8, add_heads_per_page
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
 from tangram_jax.attention import ChunkAttention, WindowAttention
 from tangram_jax.chunk_scores import Gaussians
+from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.packed import Packed
 from tangram_jax.step import Chunk, Decode, compiler_options, step
 
@@ -96,7 +98,9 @@ def measure(
 ) -> dict:
     chunk, history, decoding, rows = case
     each = chunk // rows
-    plan = tj.CachePlan.build(ragged(config, 0.25), 4, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
+    profile = ragged(config, 0.25)
+    heads = args.heads_per_page or heads_per_page_for(profile)
+    plan = tj.CachePlan.build(profile, heads, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
     most = max(each + history, DECODING + 64)
     num_pages = rows * plan.pages(each + history, 0) + decoding * plan.pages(DECODING, 64) + 1000
     cache = tj.init_cache(
@@ -178,6 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--apart", action="store_true", help="packed chunks with calls of their own first: `times as fast`"
     )
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     add_fp8(parser)
     args = parser.parse_args()

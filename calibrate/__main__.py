@@ -26,7 +26,7 @@ from calibrate.own_texts import OwnTexts
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import calibration_samples, heldout_samples
 from models.overrides import parse_overrides
-from tangram_jax.plan import default_heads_per_page
+from tangram_jax.grouping import most_heads_per_page
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
@@ -152,7 +152,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     except (ValueError, OSError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
-    heads_per_page = getattr(arguments, "heads_per_page", default_heads_per_page(model.config.num_kv_heads))
+    heads_per_page = getattr(arguments, "heads_per_page", most_heads_per_page(model.config.num_kv_heads))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

@@ -30,7 +30,8 @@ from serve.speculation import Speculation
 from serve.transfers import allow_pinned
 from serve.watched import WatchedEngine
 from tangram_jax.cache import row_layout
-from tangram_jax.plan import MAX_TOKENS, CachePlan, default_heads_per_page
+from tangram_jax.grouping import heads_per_page_for
+from tangram_jax.plan import MAX_TOKENS, CachePlan
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
@@ -38,7 +39,6 @@ from tangram_jax.sharding import TensorParallel
 
 TAIL_LIMIT = 256  # generated tokens that stay whole until they are compressed
 MIN_ENTRIES = 128  # prompts up to here are kept whole: there is next to nothing to save
-WORTH_SAYING = 0.9  # of the entries kept: that other groups would keep so few
 
 log = logging.getLogger("tangram.engine")
 
@@ -213,13 +213,6 @@ def build_engine(
     else:
         engine = Engine(runner, limits, num_pages=num_pages, seed=config.seed)
     summary = _summary(config, model, plan, limits, num_pages, page_bytes)
-    if config.cluster != "model" and devices == 1 and plan.heads_per_page > 1:
-        others = _plan_of(
-            dataclasses.replace(config, cluster="model"), model, profile, batching.page_size, tail
-        )
-        kept = others.retention(limits.max_model_len)
-        if kept < WORTH_SAYING * plan.retention(limits.max_model_len):
-            summary += f"; with --cluster model retention would be {kept:.2f}"
     return Built(engine, model, plan, summary, defaults)
 
 
@@ -240,9 +233,11 @@ def _plan_of(
     config: ServeConfig, model: LoadedModel, profile: BudgetProfile, page_size: int, tail: int
 ) -> CachePlan:
     """Groups and budgets of the heads. Raises ConfigError for what the model cannot do."""
-    shape = model.config
-    heads_per_page = config.heads_per_page or default_heads_per_page(
-        shape.num_kv_heads, config.tensor_parallel_size
+    shape, budgets = model.config, profile
+    if config.retention is not None:
+        budgets = dataclasses.replace(profile, retention=config.retention).normalized()
+    heads_per_page = config.heads_per_page or heads_per_page_for(
+        budgets, config.cluster, config.tensor_parallel_size
     )
     heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
     if heads_per_page > heads:
@@ -251,9 +246,7 @@ def _plan_of(
             f"to put together with --cluster {config.cluster}, write at most {heads}"
         )
     return CachePlan.build(
-        profile
-        if config.retention is None
-        else dataclasses.replace(profile, retention=config.retention).normalized(),
+        budgets,
         heads_per_page=heads_per_page,
         page_size=page_size,
         cluster=config.cluster,

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import byte_pages
+from tangram_jax.grouping import CLUSTERS, Cluster, clusters, largest
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import Rings, SlidingLayers
 
-Cluster = Literal["layer", "model", "adjacent"]
-CLUSTERS: tuple[Cluster, ...] = ("layer", "model", "adjacent")
 Division = Literal["equal", "split_map", "uniform"]
 DIVISIONS: tuple[Division, ...] = ("equal", "split_map", "uniform")
 PPM = 1_000_000
@@ -118,8 +117,8 @@ class CachePlan:
             raise ValueError(
                 f"the profile has budgets {budgets.shape}, the one to be scaled {scaled.budgets.shape}"
             )
-        group_of, column_of = _clusters(budgets, scaled.budgets, cluster, heads_per_page)
-        group_budgets = _largest(budgets, group_of)
+        group_of, column_of = clusters(budgets, scaled.budgets, cluster, heads_per_page)
+        group_budgets = largest(budgets, group_of)
         group_ppm = _parts_per_million(group_budgets)
         plan = cls(
             profile=profile,
@@ -163,7 +162,7 @@ class CachePlan:
 
     def _budgets_at(self, retention: float) -> np.ndarray:
         heads = replace(self.scaled, retention=retention).normalized().budgets
-        return _parts_per_million(_largest(heads, self.group_of))
+        return _parts_per_million(largest(heads, self.group_of))
 
     @property
     def num_groups(self) -> int:
@@ -274,40 +273,8 @@ class CachePlan:
         return math.prod(self.page_shape(head_dim, dtype)) * np.dtype(dtype).itemsize
 
 
-def _clusters(
-    budgets: np.ndarray, scaled: np.ndarray, cluster: Cluster, heads_per_page: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Group and column int32[L, K] of each head; see `CachePlan.build`. Equal `budgets` f32[L, K] go by `scaled`."""
-    group_of = np.empty(budgets.size, np.int32)
-    column_of = np.empty(budgets.size, np.int32)
-    next_group = 0
-    for block in np.arange(budgets.size).reshape((1, -1) if cluster == "model" else budgets.shape):
-        if cluster == "adjacent":
-            order, skip = block, 0
-        else:
-            order = block[np.lexsort((scaled.reshape(-1)[block], budgets.reshape(-1)[block]))]
-            skip = -len(block) % heads_per_page
-        at = np.arange(len(block)) + skip
-        group_of[order] = next_group + at // heads_per_page
-        column_of[order] = at % heads_per_page
-        next_group += -(-len(block) // heads_per_page)
-    return group_of.reshape(budgets.shape), column_of.reshape(budgets.shape)
-
-
-def _largest(budgets: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """f32[M]: the largest budget in each group."""
-    groups = np.zeros(group_of.max() + 1, np.float32)
-    np.maximum.at(groups, group_of.reshape(-1), budgets.reshape(-1))
-    return groups
-
-
 def _parts_per_million(budgets: np.ndarray) -> np.ndarray:
     return np.rint(budgets.astype(np.float64) * PPM).clip(0, PPM).astype(np.int32)
-
-
-def default_heads_per_page(num_kv_heads: int, devices: int = 1) -> int:
-    """The paper found 4 to 8 best; heads that do not divide evenly would waste columns, which devices share evenly."""
-    return next((h for h in (4, 2, 1) if num_kv_heads % h == 0 and h % devices == 0), devices)
 
 
 def split_map(budgets: Any, num_ctas: int, heads_per_page: int) -> np.ndarray:

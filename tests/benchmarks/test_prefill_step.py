@@ -73,7 +73,7 @@ def test_flops_of_chunks_that_share_a_step():
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_of_a_small_model(monkeypatch, rows):
     monkeypatch.setattr(prefill_step, "DECODING", 128)
-    args = argparse.Namespace(sustained=False, profile=False)
+    args = argparse.Namespace(sustained=False, profile=False, heads_per_page=None)
     row = prefill_step.measure(random_weights(TINY), TINY, (64, 64, 2, rows), 1e12, args)
     assert row["ms"] > 0 and row["decoding"] == 2 and row["of_roof"] < 1
 

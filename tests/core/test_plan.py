@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tangram_jax as tj
-from tangram_jax.plan import MAX_TOKENS, default_heads_per_page, kept_entries
+from tangram_jax.grouping import heads_per_page_for, most_heads_per_page
+from tangram_jax.plan import MAX_TOKENS, kept_entries
 
 
 def profile(budgets) -> tj.BudgetProfile:
@@ -148,7 +149,25 @@ def test_bad_plans_are_refused(change, message):
 )
 def test_pages_hold_as_many_heads_as_divide_evenly(heads, devices, want):
     """Also among the devices: each has an equal part of every page."""
-    assert default_heads_per_page(heads, devices) == want
+    assert most_heads_per_page(heads, devices) == want
+    assert heads_per_page_for(tj.BudgetProfile.uniform(2, heads, 0.5), devices=devices) == want
+
+
+@pytest.mark.parametrize(
+    ("budgets", "cluster", "devices", "want"),
+    [
+        ([0.1, 0.1, 0.11, 0.11], "layer", 1, 4),
+        ([0.1, 0.3, 0.11, 0.31], "layer", 1, 2),
+        ([0.1, 0.3, 0.11, 0.31], "adjacent", 1, 1),
+        ([0.1, 0.2, 0.4, 0.6], "layer", 1, 1),
+        ([0.1, 0.2, 0.4, 0.6], "model", 1, 4),  # each four times
+        ([0.1, 0.2, 0.4, 0.6], "layer", 2, 2),  # and 4 would be worse
+        ([0.1, 0.2, 0.4], "layer", 1, 1),
+        ([0.0, 0.0, 0.0, 0.0], "layer", 1, 4),
+    ],
+)  # fmt: skip
+def test_heads_share_pages_where_that_costs_little(budgets, cluster, devices, want):
+    assert heads_per_page_for(profile([budgets] * 4), cluster, devices) == want
 
 
 def test_token_counts_out_of_range_are_refused():

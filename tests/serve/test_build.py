@@ -259,9 +259,9 @@ def test_models_with_sliding_windows():
     assert built.engine._scheduler.rows.pages.empty().owned.shape == (plan.num_page_lists,)
 
 
-def test_groups_over_all_layers_are_proposed_where_they_keep_less(tmp_path):
+def test_heads_share_pages_where_they_keep_alike_shares(tmp_path):
     """A group holds what its largest head does: heads that differ in a layer may have their like in another one."""
-    config = tiny_config(num_kv_heads=4, num_heads=4)
+    config = tiny_config(num_kv_heads=4, num_heads=4, num_layers=4)
     model = LoadedModel(
         config=config, params=random_params(config, 0), tokenizer=tiny_tokenizer(), name="tiny"
     )
@@ -274,18 +274,17 @@ def test_groups_over_all_layers_are_proposed_where_they_keep_less(tmp_path):
             ServeConfig(kv_cache_bytes=64 << 20, **kept, **options), model, dtype=np.dtype("float32")
         )
 
-    different = [0.1, 0.1, 0.2, 0.6]
-    advised = built(different)
-    assert advised.plan.retention(1000) == pytest.approx(0.6, abs=0.01)
-    assert advised.summary.endswith("; with --cluster model retention would be 0.25")
-    followed = built(different, cluster="model")
-    assert followed.plan.retention(1000) == pytest.approx(0.25, abs=0.01)
-    for summary in (
-        followed.summary,
-        built([0.25] * 4).summary,
-        built(different, heads_per_page=1).summary,
+    different, alike = [0.1, 0.1, 0.2, 0.6], [0.25] * 4
+    for budgets, options, heads, kept in (
+        (different, {}, 1, 0.25),
+        (different, {"heads_per_page": 4}, 4, 0.6),
+        (different, {"cluster": "model"}, 4, 0.25),
+        (different, {"retention": 1.0}, 4, 1.0),
+        (alike, {}, 4, 0.25),
     ):
-        assert "--cluster" not in summary
+        plan = built(budgets, **options).plan
+        assert plan.heads_per_page == heads
+        assert plan.retention(1000) == pytest.approx(kept, abs=0.01)
 
 
 def test_requests_may_keep_as_much_as_the_server_or_as_it_is_told(tmp_path):
