@@ -45,7 +45,6 @@ from calibrate.measure import calibrate_ratios
 from calibrate.run import versions
 from calibrate.samples import MIX
 from models.registry import DEFAULT_MODEL, load_model
-from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.plan import CachePlan
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import get_scorer
@@ -102,7 +101,7 @@ def figures(profile: BudgetProfile, shares: dict[str, np.ndarray], windows: int)
     """All that the tables say, by kind of input; those of one kind of held-out text by themselves, too."""
     assert profile.ratios is not None
     rng = np.random.default_rng(0)
-    plan = CachePlan.build(profile, heads_per_page_for(profile))
+    plan = CachePlan.build(profile)
     budgets = calibrated_budgets(profile.ratios, profile.alpha, plan.group_of)
     calibration = heldout_overflow(profile.ratios, profile.alpha, plan.group_of)
     ordinary = overflow(shares[HELDOUT], budgets)

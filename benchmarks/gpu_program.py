@@ -36,7 +36,6 @@ from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
 from models.params import abstract_params
 from pallas_kernels import byte_pages, support
-from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.sampling import FULL, GREEDY, Variant, init_sampler, sample
 from tangram_jax.step import Chunk, Decode, step
 
@@ -115,8 +114,7 @@ def compiled_step(
     def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    profile = ragged(config, 0.25)
-    plan = tj.CachePlan.build(profile, heads_per_page_for(profile), 64, sliding=tj.SlidingLayers.of(config))
+    plan = tj.CachePlan.build(ragged(config, 0.25), page_size=64, sliding=tj.SlidingLayers.of(config))
     params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), abstract_params(config, jnp.bfloat16))
     make = jax.eval_shape(
         lambda: tj.init_cache(

@@ -37,7 +37,6 @@ from pallas_kernels import support
 from tangram_jax import compress
 from tangram_jax.attention import ChunkAttention
 from tangram_jax.chunk_scores import ChunkScores
-from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.pages import StepPages
 from tangram_jax.scorers import Scorer
 
@@ -53,8 +52,7 @@ class Case:
         self, config: ModelConfig, pool_gib: float, chunk: int, heads_per_page: int | None = None
     ) -> None:
         self.config, self.chunk = config, chunk
-        profile = ragged(config, 0.25)
-        self.plan = tj.CachePlan.build(profile, heads_per_page or heads_per_page_for(profile), PAGE)
+        self.plan = tj.CachePlan.build(ragged(config, 0.25), heads_per_page, PAGE)
         num_pages = int(pool_gib * 2**30) // self.plan.page_bytes(config.head_dim, jnp.bfloat16)
         self.cache = tj.init_cache(
             self.plan, config, num_pages=num_pages, max_requests=BATCH + 1,

@@ -33,7 +33,6 @@ from models.config import ModelConfig
 from models.fp8_weights import with_fp8_weights
 from tangram_jax.attention import ChunkAttention, WindowAttention
 from tangram_jax.chunk_scores import Gaussians
-from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.packed import Packed
 from tangram_jax.step import Chunk, Decode, compiler_options, step
 
@@ -98,9 +97,8 @@ def measure(
 ) -> dict:
     chunk, history, decoding, rows = case
     each = chunk // rows
-    profile = ragged(config, 0.25)
-    heads = args.heads_per_page or heads_per_page_for(profile)
-    plan = tj.CachePlan.build(profile, heads, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
+    sliding = tj.SlidingLayers.of(config, max_tail=64)
+    plan = tj.CachePlan.build(ragged(config, 0.25), args.heads_per_page, 64, sliding=sliding)
     most = max(each + history, DECODING + 64)
     num_pages = rows * plan.pages(each + history, 0) + decoding * plan.pages(DECODING, 64) + 1000
     cache = tj.init_cache(

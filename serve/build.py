@@ -236,8 +236,9 @@ def _plan_of(
     shape, budgets = model.config, profile
     if config.retention is not None:
         budgets = dataclasses.replace(profile, retention=config.retention).normalized()
-    heads_per_page = config.heads_per_page or heads_per_page_for(
-        budgets, config.cluster, config.tensor_parallel_size
+    asked = [budgets, profile] if config.max_retention else [budgets]  # by requests, which may keep less
+    heads_per_page = config.heads_per_page or min(
+        heads_per_page_for(each, config.cluster, config.tensor_parallel_size) for each in asked
     )
     heads = shape.num_kv_heads * (len(shape.full_layers) if config.cluster == "model" else 1)
     if heads_per_page > heads:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import byte_pages
-from tangram_jax.grouping import CLUSTERS, Cluster, clusters, largest
+from tangram_jax.grouping import CLUSTERS, Cluster, clusters, heads_per_page_for, largest
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import Rings, SlidingLayers
 
@@ -66,7 +66,7 @@ class CachePlan:
     def build(
         cls,
         profile: BudgetProfile,
-        heads_per_page: int = 4,
+        heads_per_page: int | None = None,
         page_size: int = 16,
         cluster: Cluster = "layer",
         *,
@@ -78,7 +78,7 @@ class CachePlan:
         max_retention: float = 0.0,
         division: Division = "equal",
     ) -> "CachePlan":
-        """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2).
+        """Cluster the heads into groups of `heads_per_page` by budget (paper, section 4.2.2); None: `heads_per_page_for`.
 
         `cluster`: "layer" sorts the heads of each layer, "model" all heads of all layers together, "adjacent" takes
         them as they come. Where the heads do not divide evenly, the group of the smallest budgets (or the last one,
@@ -95,10 +95,11 @@ class CachePlan:
                     f"{name} must be a BudgetProfile, got {type(what).__name__}: write BudgetProfile.load(file), or "
                     "BudgetProfile(budgets=array, retention=its mean)"
                 )
-        min_entries = sinks + window if min_entries is None else min_entries
         for name, choice, known in (("cluster", cluster, CLUSTERS), ("division", division, DIVISIONS)):
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
+        heads_per_page = heads_per_page_for(profile, cluster) if heads_per_page is None else heads_per_page
+        min_entries = sinks + window if min_entries is None else min_entries
         for name, value, least in (
             ("heads_per_page", heads_per_page, 1),
             ("page_size", page_size, 1),

@@ -280,6 +280,7 @@ def test_heads_share_pages_where_they_keep_alike_shares(tmp_path):
         (different, {"heads_per_page": 4}, 4, 0.6),
         (different, {"cluster": "model"}, 4, 0.25),
         (different, {"retention": 1.0}, 4, 1.0),
+        (different, {"retention": 1.0, "max_retention": 1.0}, 1, 1.0),
         (alike, {}, 4, 0.25),
     ):
         plan = built(budgets, **options).plan

@@ -69,8 +69,9 @@ def check_engine() -> None:
         path = str(Path(directory) / "profile.npz")
         ratios = np.random.default_rng(0).uniform(0.2, 0.9, (1, 1, 4)).astype(np.float32)
         BudgetProfile.from_ratios(ratios, retention=0.5, alpha=0.0).save(path)
-        alone, said = answers(served(path, max_retention=1.0, heads_per_page=4))
-        together, said_of_two = answers(served(path, max_retention=1.0, tensor_parallel_size=2))
+        both = {"max_retention": 1.0, "heads_per_page": 4}
+        alone, said = answers(served(path, **both))
+        together, said_of_two = answers(served(path, **both, tensor_parallel_size=2))
     assert together == alone
     assert "on each of 2 devices" in said_of_two and "devices" not in said
 
