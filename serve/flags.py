@@ -88,7 +88,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="F",
         help="the most that a request may keep by its kv_retention (default: --retention, or the profile's target)",
     )
-    budget.add_argument("--heads-per-page", type=int, metavar="N", help="KV heads that share a page table")
+    budget.add_argument(
+        "--heads-per-page",
+        type=int,
+        metavar="N",
+        help="KV heads that share pages, as long as their largest budget (default: up to 4, if budgets are alike)",
+    )
     budget.add_argument("--cluster", help=f"how heads are grouped: {', '.join(CLUSTERS)} (default layer)")
     budget.add_argument(
         "--decode-division",
