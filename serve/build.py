@@ -149,6 +149,7 @@ def build_engine(
         raise ConfigError(f"--tensor-parallel-size {devices}: {error}") from error
     recipe = Recipe.of(plan.scaled, max_model_len) if config.drift_interval else None
     stored = config.max_stored_sessions if config.prefix_cache else 0
+    rows = batching.max_num_seqs + stored
     stores = cache_dtype(config, dtype)
     page_bytes = plan.page_bytes(shape.head_dim, stores) // devices  # these and all others: of one device
     if config.num_pages:
@@ -158,11 +159,12 @@ def build_engine(
     else:
         free = pool_bytes(
             config, model, plan, parallel, recipe,
-            step=batching.max_num_batched_tokens, length=max_model_len, tail=tail, dtype=dtype, on_gpu=on_gpu,
+            step=batching.max_num_batched_tokens, length=max_model_len, tail=tail, rows=rows, dtype=dtype,
+            on_gpu=on_gpu,
         )  # fmt: skip
         widest = row_layout(plan, max_model_len, tail).width  # of rows that ask for the most
         # Never more than all rows can fill.
-        num_pages = max(1, min(free // page_bytes, widest * (batching.max_num_seqs + stored)))
+        num_pages = max(1, min(free // page_bytes, widest * rows))
     if num_pages < row_layout(plan, max_model_len, tail, plan.group_ppm).width:
         max_model_len = shorter_request(config, plan, num_pages, max_model_len, tail, page_bytes)
         if recipe:

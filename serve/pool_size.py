@@ -46,12 +46,13 @@ def pool_bytes(
     step: int,
     length: int,
     tail: int,
+    rows: int,
     dtype: Any,
     on_gpu: bool,
 ) -> int:
     """Bytes of each device for the pool, beside all that needs memory.
 
-    `step`: tokens of a step; `length`, `tail`: of a request.
+    `step`: tokens of a step; `length`, `tail`: of a request; `rows`: of the table, running and stored.
     """
     devices, shape, stores = config.tensor_parallel_size, model.config, cache_dtype(config, dtype)
     if not on_gpu:
@@ -66,7 +67,8 @@ def pool_bytes(
         chunk += 2 * most * plan.page_bytes(shape.head_dim, dtype) // plan.heads_per_page // devices
     page_bytes = plan.page_bytes(shape.head_dim, stores) // devices
     chunk += under_way_bytes(page_bytes * devices, layout.width, config.host_bytes) // devices
-    return _free_on_gpu(config.gpu_memory_utilization, model.params, chunk)
+    table = rows * layout.width * jnp.dtype(jnp.int32).itemsize  # as large on each device
+    return _free_on_gpu(config.gpu_memory_utilization, model.params, chunk + table)
 
 
 def shorter_request(
