@@ -187,7 +187,7 @@ def build_engine(
         get_scorer(config.scorer),
         buckets,
         num_pages=num_pages,
-        num_rows=batching.max_num_seqs + stored,
+        num_rows=rows,
         max_model_len=max_model_len,
         max_tail=tail,
         cache_dtype=stores,
