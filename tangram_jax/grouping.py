@@ -52,7 +52,9 @@ def heads_per_page_for(profile: BudgetProfile, cluster: Cluster = "layer", devic
     """
     budgets = np.asarray(profile.budgets, np.float32)
     most = most_heads_per_page(budgets.shape[1], devices)
-    allowed = [count for count in (most, 2, 1) if count <= most and count % devices == 0]
+    allowed = [
+        count for count in sorted({most, 2, 1}, reverse=True) if count <= most and count % devices == 0
+    ]
     for count in allowed:
         group_of, _ = clusters(budgets, budgets, cluster, count)
         if largest(budgets, group_of)[group_of].mean() <= WORTH_SHARING * budgets.mean():

@@ -57,7 +57,7 @@ class Generation:
     kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
     kinds_many: tuple[str, ...] = (
         "H100",
-    )  # for more than TOKENS: on an H200 products by themselves are faster
+    )  # with more than TOKENS: products by themselves are faster on an H200
     kinds_mixture: tuple[str, ...] = ("H100", "H200")  # for layers with experts
 
 
