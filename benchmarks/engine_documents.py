@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from benchmarks.options import add_heads_per_page
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--scorer", default="expected_attention")
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     config = SHAPES[args.shape]
@@ -42,6 +44,7 @@ def main() -> None:
         max_num_seqs=args.questions, max_stored_sessions=2 * args.questions, max_num_batched_tokens=args.chunk,
         max_model_len=args.document + args.question + args.generate,
         kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+        heads_per_page=args.heads_per_page,
     )  # fmt: skip
     rng = np.random.default_rng(0)
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from benchmarks.options import add_heads_per_page
 from serve.engine import Engine
 from serve.transfers import allow_pinned
 
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill step")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--scorer", default="snapkv")
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     allow_pinned(int(args.offload_gib * 2**30))  # before JAX begins
@@ -93,6 +95,7 @@ def main() -> None:
             max_num_seqs=args.sessions, max_stored_sessions=args.sessions, max_num_batched_tokens=args.chunk,
             max_model_len=args.history + args.turns * (args.add + args.generate),
             kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+            heads_per_page=args.heads_per_page,
             kv_offloading_size=offload,
         )  # fmt: skip
         names.append(f"retention {retention:g}" + (f", {offload:g} GiB of host memory" if offload else ""))

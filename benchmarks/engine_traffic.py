@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
-from benchmarks.options import add_fp8
+from benchmarks.options import add_fp8, add_heads_per_page
 from models.fp8_weights import with_fp8_weights
 from pallas_kernels import all_reduce
 from serve.buckets import Buckets
@@ -126,6 +126,7 @@ def main() -> None:
         "--unlinked", action="store_true", help="once more over several GPUs, all-reduces by NCCL"
     )
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     add_fp8(parser)
     args = parser.parse_args()
@@ -148,6 +149,7 @@ def main() -> None:
                 config, decode_step.random_weights(config, args.devices), retention, tensor_parallel_size=args.devices,
                 max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.chunk, max_model_len=args.max_model_len,
                 kv_cache_bytes=int(args.kv_gib * 2**30), page_size=args.page_size, scorer=args.scorer,
+                heads_per_page=args.heads_per_page,
                 prefix_cache=False, programs=args.programs, max_num_partial_prefills=4 if args.apart else None,
             )  # fmt: skip
         serve(engine, prompts[:8], 8)  # the first steps of a process take longer

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks import decode_step
 from benchmarks.engine_decode import SHAPES, answer_all, start_engine
+from benchmarks.options import add_heads_per_page
 from serve.engine import Engine
 from serve.prompt_lookup import PromptLookup
 from serve.speculation import Speculation
@@ -104,7 +105,7 @@ def of_random_weights(args: argparse.Namespace) -> list[dict[str, Any]]:
         config, params, args.retention, max_num_seqs=max(args.requests), prefix_cache=False,
         max_num_batched_tokens=8192, max_model_len=args.context + args.generate + 64, num_pages=args.num_pages,
         speculation=Speculation(num_speculative_tokens=args.drafts, disable_by_batch_size=max(args.requests)),
-        programs=args.programs, scorer="snapkv",
+        programs=args.programs, scorer="snapkv", heads_per_page=args.heads_per_page,
     )  # fmt: skip
     rows = []
     answered(engine, [list(range(32))], 8)  # whatever a first time brings
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--right", type=float, nargs="*", default=[1.0, 0.7, 0.0])
     parser.add_argument("--num-pages", type=int, help="of the pool")
     parser.add_argument("--programs", help="directory that keeps programs for the next start")
+    add_heads_per_page(parser)
     parser.add_argument("--out", help="write the rows to this JSON file")
     args = parser.parse_args()
     if not args.texts and args.shape not in SHAPES:
