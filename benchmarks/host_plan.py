@@ -28,10 +28,13 @@ def host_plan(
     number = np.argsort(column, kind="stable")  # in the line's order
     length, offset, column = length[number], offset[number], column[number]
     begin = np.zeros(count + 1, np.int32)  # units
-    np.cumsum(-(-length // unit), out=begin[1:])
+    units = -(-length // unit)
+    rounded = -(-units // least) * least
+    np.cumsum(rounded if rounded.sum() <= num_shares * least else units, out=begin[1:])
     total = begin[-1]
     used, parts = -(-total // max(-(-total // num_shares), least)), column.max() + 1
-    used = min(-(-used // parts) * parts, num_shares, total)
+    if used * least != total:
+        used = min(-(-used // parts) * parts, num_shares, total)
     borders = np.minimum(np.arange(num_shares + 1), used) * total // used
     items = np.zeros((count + 1, P.ITEM_COLUMNS), np.int32)
     items[:, P.ITEM_BEGIN] = begin

@@ -112,7 +112,7 @@ def tuning_for(
         return None
     return Tuning(
         ctas=ctas,
-        weight_slots=10 if fp8 else 11 if few else 8,
+        weight_slots=10 if fp8 else 12 if tokens <= MULTIPLE else 11 if few else 8,
         token_slots=token_slots(tokens, fp8),
         ahead=4 if tokens <= generation.most_far_ahead and not fp8 else 3,
         early=2 if few else 1,

@@ -73,7 +73,7 @@ class Config:
     @property
     def granule(self) -> int:
         """Entries to which the load of a page that is not full is rounded up: each count is a load of its own."""
-        return max(16, self.page // 4)
+        return max(16, self.page // 4) if self.packed else max(8, self.page // 8)
 
     @property
     def slots(self) -> int:
@@ -168,3 +168,8 @@ class Item(NamedTuple):
         base = (jnp.maximum(start, self.begin) - self.begin) * cfg.unit
         limit = jnp.minimum((jnp.minimum(end, self.stop) - self.begin) * cfg.unit, self.length)
         return base, limit, lax.div(limit - base + (cfg.block - 1), i32(cfg.block))
+
+
+def layer_of(refs: Refs) -> Any:
+    """The layer of the plan: not read where there is one, since all else waits for it."""
+    return refs.layer[0] if refs.share.shape[0] > 1 else i32(0)

@@ -32,6 +32,7 @@ from pallas_kernels.ragged_decode.common import (
     Refs,
     f32,
     i32,
+    layer_of,
     spread,
 )
 from pallas_kernels.ragged_decode.load import load
@@ -95,7 +96,7 @@ def compute(cfg: Config, refs: Refs, turn: Any) -> None:
     refs = refs._replace(**own)
     if cfg.turns > 1:
         plgpu.set_max_registers(cfg.registers, action="increase")
-    cta, layer = lax.axis_index("cta"), refs.layer[0]
+    cta, layer = lax.axis_index("cta"), layer_of(refs)
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
     )
@@ -105,6 +106,14 @@ def compute(cfg: Config, refs: Refs, turn: Any) -> None:
     num_empty = refs.share[layer, cta, P.EMPTY]
     others = (refs.share[layer, cta, column] for column in (P.HAND_TO, P.FIRST_SHARE))
     cut = ends.Cut(layer, *others)
+
+    def read_item(before: Any) -> tuple[Any, Any, Any, Any]:
+        at = jnp.maximum(last - before, 0)
+        begin, length, number = (
+            refs.item[layer, at, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
+        )
+        return begin, length, number, refs.item[layer, at, P.ITEM_SKIP] if cfg.skips else i32(0)
+
     skip = refs.share[layer, cta, P.SKIP] if cfg.skips else i32(0)
     tile_shape, out_shape = (cfg.block, cfg.queries), (cfg.head_dim, cfg.queries)
     slots = i32(cfg.slots)
@@ -143,12 +152,8 @@ def compute(cfg: Config, refs: Refs, turn: Any) -> None:
     @pl.when(end > start)
     def _() -> None:
         def one_item(j: Any, carry: Any) -> Any:
-            done, item, q = carry
-            before = jnp.maximum(last - j - 1, 0)
-            begin, length, number = (
-                refs.item[layer, before, x] for x in (P.ITEM_BEGIN, P.ITEM_LENGTH, P.ITEM_NUMBER)
-            )
-            skip = refs.item[layer, before, P.ITEM_SKIP] if cfg.skips else i32(0)
+            done, item, q, (begin, length, number, skip) = carry
+            after_next = read_item(j + 2)  # early: the next one's queries wait for its number
             base, limit, tiles = item.piece(cfg, start, end)
             new = read_new(item.number)
             store_new(item.number, new, end >= item.stop)
@@ -216,9 +221,10 @@ def compute(cfg: Config, refs: Refs, turn: Any) -> None:
             else:
                 pl.when(turn > 0)(functools.partial(_hand_over, cfg, refs, turn, j, acc, m, norm))
                 pl.when(turn == 0)(lambda: end_item(*_take_over(cfg, refs, acc, m, norm)))
-            return done + tiles, Item(begin, item.begin, length, number, skip), next_q
+            return done + tiles, Item(begin, item.begin, length, number, skip), next_q, after_next
 
-        init = (i32(0), Item(begin, stop, length, number, skip), read_queries(cfg, refs, number))
+        upcoming, first_item = read_item(1), Item(begin, stop, length, number, skip)
+        init = (i32(0), first_item, read_queries(cfg, refs, number), upcoming)
         lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.turns > 1:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.meet.at[cfg.turns + turn]))

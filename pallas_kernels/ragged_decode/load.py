@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_decode import plan as P
-from pallas_kernels.ragged_decode.common import LOAD_REGISTERS, Config, Item, Refs, i32
+from pallas_kernels.ragged_decode.common import LOAD_REGISTERS, Config, Item, Refs, i32, layer_of
 from pallas_kernels.read_once import load_once
 
 
@@ -29,7 +29,7 @@ def load(cfg: Config, refs: Refs) -> Any:
 
 def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
     """All of it by the warpgroup, or a warp's part: every so-manieth page. Gives the number of all tiles."""
-    cta, layer = lax.axis_index("cta"), refs.layer[0]
+    cta, layer = lax.axis_index("cta"), layer_of(refs)
     start, end, first, last = (
         refs.share[layer, cta, column] for column in (P.START, P.END, P.FIRST_ITEM, P.LAST_ITEM)
     )
@@ -42,25 +42,32 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
         at = (jnp.clip(offset + jnp.minimum(page + u, last_page), 0, most) for u in range(cfg.pages))
         return tuple(refs.table[x] for x in at)
 
+    def read_item(before: Any) -> tuple[Any, ...]:
+        at = jnp.maximum(last - before, 0)
+        return tuple(refs.item[layer, at, x] for x in range(5))
+
     def share() -> Any:
         item = Item(begin, stop, length, number)
         base, limit, _ = item.piece(cfg, start, end)
 
         def one_item(j: Any, carry: Any) -> Any:
-            done, item, offset, column, ids = carry
-            before = jnp.maximum(last - j - 1, 0)  # the next to do, read now
-            begin, length, next_offset, next_column, number = (refs.item[layer, before, x] for x in range(5))
+            done, item, offset, column, ids, (begin, length, next_offset, next_column, number) = carry
+            after_next = read_item(j + 2)
             base, limit, tiles = item.piece(cfg, start, end)
             next_item = Item(begin, item.begin, length, number)
             next_base, next_limit, _ = next_item.piece(cfg, start, end)
 
             def one_tile(t: Any, ids: Any) -> Any:
-                more = t + 1 < tiles  # page numbers are read one tile ahead of their use, across items too
-                ahead = page_numbers(
-                    jnp.where(more, offset, next_offset),
-                    jnp.where(more, base + (t + 1) * cfg.block, next_base),
-                    jnp.where(more, limit, next_limit),
-                )
+                def read_ahead() -> tuple[Any, ...]:
+                    """The next tile's page numbers, across items too."""
+                    more = t + 1 < tiles
+                    return page_numbers(
+                        jnp.where(more, offset, next_offset),
+                        jnp.where(more, base + (t + 1) * cfg.block, next_base),
+                        jnp.where(more, limit, next_limit),
+                    )
+
+                ahead: Any = ids
                 for kv in range(2):
                     turn = 2 * (done + t) + kv
                     slot = lax.rem(turn, slots)
@@ -84,16 +91,20 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
 
                     pl.when(whole)(functools.partial(load_pages, None))
                     pl.when((held < cfg.block) & (turn >= slots))(functools.partial(load_pages, held))
+                    if (
+                        kv == 0
+                    ):  # behind the keys, for which at first nothing but the share's row is waited for
+                        ahead = read_ahead()
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)
-            return done + tiles, next_item, next_offset, next_column, ids
+            return done + tiles, next_item, next_offset, next_column, ids, after_next
 
         if cfg.pages <= P.MAX_FIRST_PAGES:  # those of the first tile stand in the share's row
             ids = tuple(refs.share[layer, cta, P.FIRST_PAGES + u] for u in range(cfg.pages))
         else:
             ids = page_numbers(offset, base, limit)
-        init = (i32(0), item, offset, column, ids)
+        init = (i32(0), item, offset, column, ids, read_item(1))
         done, *_ = lax.fori_loop(0, last - first + 1, one_item, init)
         if cfg.interpreted:  # it wants every completion of a barrier to be seen
             for slot in range(cfg.slots):

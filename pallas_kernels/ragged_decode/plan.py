@@ -129,8 +129,7 @@ def plan_decode(
     columns = by_layer(jnp.broadcast_to(jnp.asarray(column, jnp.int32)[None], (batch, heads)))
     request_skips = jnp.zeros(batch, jnp.int32) if skip is None else skip.astype(jnp.int32)
     skips = by_layer(jnp.broadcast_to(request_skips[:, None], (batch, heads)))
-    units = -(-length // unit)
-    order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), units.shape)
+    order = jnp.broadcast_to(jnp.arange(num_items, dtype=jnp.int32), length.shape)
     least = least_share(unit) if num_shares is None else 1
     wanted = num_shares or num_sms()
     equal = borders is None and splits is None
@@ -145,7 +144,9 @@ def plan_decode(
             page_size=page_size, unit=unit, num_shares=wanted, least=least,
         )  # fmt: skip
     else:
+        units = -(-length // unit)
         if equal:
+            units = whole_shares(units, wanted, least)
             borders = equal_borders(units.sum(axis=1), wanted, least, page_columns)
         elif borders is None:
             parts = np.broadcast_to(np.asarray(splits, np.int32), (heads,))
@@ -267,14 +268,25 @@ def least_share(unit: int) -> int:
     return -(-LEAST_SHARE // unit)
 
 
+def whole_shares(units: jax.Array, num_shares: int, least: int) -> jax.Array:
+    """i32[L, items]: each a multiple of `least`, in layers where `num_shares` allows that: no share has parts of two items.
+
+    A share that has takes a tile and an end for each, as long as a whole share of `least` units.
+    """
+    rounded = -(-units // least) * least
+    return jnp.where(rounded.sum(axis=1, keepdims=True) <= num_shares * least, rounded, units)
+
+
 def equal_borders(total: jax.Array, num_shares: int, least: int, parts: jax.Array | int = 1) -> jax.Array:
     """i32[L, num_shares + 1]: as few equal shares as hold ceil(total / num_shares) units or `least`, and empty ones.
 
-    Of a line of so many equal `parts` each has as many of them, if `num_shares` allows that.
+    Of a line of so many equal `parts` each has as many of them, if `num_shares` allows that. Shares of just `least` units
+    stay so: see `whole_shares`.
     """
     largest = jnp.maximum(-(-total // num_shares), least)
     count = -(-total // largest)
-    count = jnp.minimum(-(-count // parts) * parts, num_shares)
+    rounded = jnp.minimum(-(-count // parts) * parts, num_shares)
+    count = jnp.where(count * least == total, count, rounded)
     count = jnp.maximum(jnp.minimum(count, total), 1)[:, None]  # the empty ones are the last
     whole, rest = total[:, None] // count, total[:, None] % count
     at = jnp.minimum(jnp.arange(num_shares + 1, dtype=jnp.int32)[None], count)

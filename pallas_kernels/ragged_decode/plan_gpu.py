@@ -51,7 +51,7 @@ def equal_shares(
         plan = _Plan(
             *refs, layer=layer, page_size=page_size, unit=unit, width=table.shape[1], interpreted=interpret is not None
         )  # fmt: skip
-        num_empty, total = plan.pack_items()
+        num_empty, total = plan.pack_items(num_shares, least)
         plan.describe_shares(total, num_empty, num_shares, least)
 
     size = numbers.padded(items + 1)
@@ -60,7 +60,7 @@ def equal_shares(
         out_type=[jax.ShapeDtypeStruct((layers, rows * width), i32) for rows, width in shapes],
         grid=(layers,),
         grid_names=("layer",),
-        scratch_types=[plgpu.SMEM((size,), i32), *[plgpu.SMEM((size // numbers.LANES,), i32)] * 3],
+        scratch_types=[plgpu.SMEM((size,), i32), *[plgpu.SMEM((size // numbers.LANES,), i32)] * 4],
         **({} if interpret is None else {"interpret": interpret}),
     )(*[x.astype(i32).reshape(-1) for x in (lengths, rows, skip, first, column, columns, table)], order)
     shares, packed, sync = (x.reshape(layers, *shape) for x, shape in zip(out, shapes, strict=True))
@@ -91,7 +91,7 @@ class _Plan:
         self._scatter: Any = functools.partial(numbers.scatter, interpreted=interpreted)
         self._barrier: Any = functools.partial(numbers.barrier, interpreted=interpreted)
 
-    def pack_items(self) -> tuple[Any, Any]:
+    def pack_items(self, num_shares: int, least: int) -> tuple[Any, Any]:
         """Stores the items in the line's order, those that hold entries before the others.
 
         Returns how many hold nothing, and the line's units.
@@ -106,8 +106,12 @@ class _Plan:
         given = jnp.where(there, self._gather(self._lengths, request * heads + head), -1)
         length = jnp.maximum(given, 0)
         units = lax.div(length + (self._unit - 1), i32(self._unit))
+        rounded = lax.div(units + (least - 1), i32(least)) * least
+        _, total = self._sums[-1](rounded)
+        there_is_room = jnp.full_like(units, total) <= num_shares * least
+        units = jnp.where(there_is_room, rounded, units)  # see `plan.whole_shares`
         full, empty = (x.astype(i32) for x in (units > 0, given == 0))
-        sums = (of(x) for of, x in zip(self._sums, (units, full, empty), strict=True))
+        sums = (of(x) for of, x in zip(self._sums, (units, full, empty), strict=False))
         (ends, total), (fulls, num_full), (empties, num_empty) = sums
 
         def places(chosen: Any, up_to: Any, count: Any) -> Any:
@@ -221,5 +225,6 @@ def _num_shares(total: Any, num_shares: int, least: int, parts: Any) -> Any:
     """See `plan.equal_borders`."""
     largest = jnp.maximum(lax.div(total + (num_shares - 1), i32(num_shares)), least)
     count = lax.div(total + (largest - 1), largest)
-    count = jnp.minimum(lax.div(count + (parts - 1), parts) * parts, num_shares)
+    rounded = jnp.minimum(lax.div(count + (parts - 1), parts) * parts, num_shares)
+    count = jnp.where(count * least == total, count, rounded)
     return jnp.maximum(jnp.minimum(count, total), 1)

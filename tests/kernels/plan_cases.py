@@ -10,7 +10,13 @@ from pallas_kernels.ragged_decode.plan_gpu import equal_shares
 
 # (requests, layers, KV heads, most entries, shares or None): a few items for many shares, and many for one; some hold
 # nothing, or all of them.
-CASES = [(9, 2, 3, 3000, None), (40, 1, 8, 200, 7), (5, 3, 2, 0, 3), (1, 1, 1, 100_000, None)]
+CASES = [
+    (9, 2, 3, 3000, None),
+    (40, 1, 8, 200, 7),
+    (5, 3, 2, 0, 3),
+    (1, 1, 1, 100_000, None),
+    (4, 2, 4, 1000, None),  # with room for whole shares
+]
 
 
 def compare(case: tuple, *, interpret=None) -> None:

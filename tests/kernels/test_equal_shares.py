@@ -34,6 +34,27 @@ def test_shares_differ_by_a_unit_and_empty_ones_are_the_last(total, parts):
     assert sizes.max() <= max(-(-total // 9), 2)
 
 
+@pytest.mark.parametrize("heads_per_page", [1, 4])
+def test_no_share_has_parts_of_two_items_if_there_is_room(heads_per_page):
+    lengths = (
+        np.random.default_rng(0).integers(1, 900, (3, 8 // heads_per_page)).repeat(heads_per_page, axis=1)
+    )
+    first, column = np.arange(8) // heads_per_page * 64, np.arange(8) % heads_per_page
+    plan = rd.plan_decode(jnp.asarray(lengths), jnp.zeros((3, 512), jnp.int32), first, column, page_size=16)
+    shares = np.asarray(plan.shares)[0]
+    used = shares[shares[:, P.END] > shares[:, P.START]]
+    assert len(used) == (-(-lengths // P.LEAST_SHARE)).sum() <= plan.num_shares
+    assert (used[:, P.FIRST_ITEM] == used[:, P.LAST_ITEM]).all()
+
+
+def test_pieces_are_not_made_whole_where_shares_run_out():
+    lengths = jnp.full((40, 8), 130)  # two shares each, were each whole
+    plan = rd.plan_decode(
+        lengths, jnp.zeros((40, 160), jnp.int32), np.arange(8) * 20, np.zeros(8), page_size=16
+    )
+    np.testing.assert_array_equal(plan.items[0, :4, P.ITEM_BEGIN], [0, 5, 10, 15])
+
+
 @pytest.mark.parametrize("case", plan_cases.CASES)
 def test_the_kernel_makes_the_same_plan(case):
     plan_cases.compare(case, interpret=plgpu.InterpretGPUParams(detect_races=True))

@@ -138,10 +138,10 @@ def test_slots_without_a_request_have_no_work():
 
 
 def test_small_layers_have_fewer_shares():
-    """Of 128 entries at least, unless a number of shares was asked for."""
+    """Of 128 entries, or an item's last ones, unless a number of shares was asked for."""
     lengths = jnp.full((1, 8), 300, jnp.int32)
     table = jnp.zeros((1, 9), jnp.int32)
-    for page, how, full in ((64, {}, 20), (16, {}, 20), (128, {}, 24), (64, {"num_shares": 132}, 40)):
+    for page, how, full in ((64, {}, 24), (16, {}, 24), (128, {}, 24), (64, {"num_shares": 132}, 40)):
         plan = rd.plan_decode(lengths, table, np.zeros(8), np.zeros(8), page_size=page, **how)
         row = np.asarray(plan.shares)[0]
         assert (row[:, P.END] > row[:, P.START]).sum() == full
