@@ -25,6 +25,7 @@ SMS = num_sms()
 FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True)
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
+FEWEST = dataclasses.replace(FEW_OF_ONE, weight_slots=12)
 FP8 = lp.Tuning(ctas=SMS, weight_slots=10, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "gemma-3-27b")]  # than CTAs
@@ -44,7 +45,8 @@ MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "
     ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Gemma's last", "Llama's last"],
 )
 def test_layers_of_models(case, tokens):
-    check_layer(dataclasses.replace(case, tokens=tokens), FEW if tokens <= 64 else MANY, repeats=10)
+    tuning = FEWEST if tokens <= 8 else FEW if tokens <= 64 else MANY
+    check_layer(dataclasses.replace(case, tokens=tokens), tuning, repeats=10)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 128])
