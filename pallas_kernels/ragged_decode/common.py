@@ -73,7 +73,7 @@ class Config:
     @property
     def granule(self) -> int:
         """Entries to which the load of a page that is not full is rounded up: each count is a load of its own."""
-        return max(16, self.page // 4) if self.packed else max(8, self.page // 8)
+        return max(16, self.page // 4)
 
     @property
     def slots(self) -> int:
