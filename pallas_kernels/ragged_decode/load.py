@@ -67,7 +67,7 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
                         jnp.where(more, limit, next_limit),
                     )
 
-                ahead: Any = ids
+                ahead = ids
                 for kv in range(2):
                     turn = 2 * (done + t) + kv
                     slot = lax.rem(turn, slots)
@@ -91,10 +91,8 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
 
                     pl.when(whole)(functools.partial(load_pages, None))
                     pl.when((held < cfg.block) & (turn >= slots))(functools.partial(load_pages, held))
-                    if (
-                        kv == 0
-                    ):  # behind the keys, for which at first nothing but the share's row is waited for
-                        ahead = read_ahead()
+                    # After the keys: at first these wait for nothing but the share's row.
+                    ahead = read_ahead() if kv == 0 else ahead
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)

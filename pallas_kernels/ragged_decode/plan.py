@@ -7,7 +7,8 @@ choice of borders, and one kernel serves them all:
 
 * equal shares (the default): as many shares as SMs, all equal, whatever the skew between heads or requests. The line goes
   through the first columns of all pages, then the second ones, and so on: if SMs divide by columns, those of a page are read
-  at the same time, by as many CTAs, which is up to 2% faster than one after another;
+  at the same time, by as many CTAs, which is up to 2% faster than one after another. Where a tile for each SM is enough,
+  the line is cut where items end;
 * splits of every item, a constant number (FlashDecoding) or the split map of the paper (Algorithm 1);
 * borders given by the caller, for a plan made on the host.
 

@@ -107,11 +107,12 @@ class _Plan:
         length = jnp.maximum(given, 0)
         units = lax.div(length + (self._unit - 1), i32(self._unit))
         rounded = lax.div(units + (least - 1), i32(least)) * least
-        _, total = self._sums[-1](rounded)
+        sum_of_rounded, *sums_of = self._sums
+        _, total = sum_of_rounded(rounded)
         there_is_room = jnp.full_like(units, total) <= num_shares * least
         units = jnp.where(there_is_room, rounded, units)  # see `plan.whole_shares`
         full, empty = (x.astype(i32) for x in (units > 0, given == 0))
-        sums = (of(x) for of, x in zip(self._sums, (units, full, empty), strict=False))
+        sums = (of(x) for of, x in zip(sums_of, (units, full, empty), strict=True))
         (ends, total), (fulls, num_full), (empties, num_empty) = sums
 
         def places(chosen: Any, up_to: Any, count: Any) -> Any:
