@@ -8,6 +8,7 @@ soon as these are read, tokens once all CTAs have attended.
 The interpreter knows neither part's counters; it has the two kernels one after the other.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -40,6 +41,7 @@ from pallas_kernels.ragged_decode.mosaic_gpu import results_of as attention_resu
 COMPUTING, WAITING = 232, 104
 MANY_TILES = 64  # of keys, and as many of values, that a CTA has read
 LEAST_REDUCTION = 2048  # bytes in which a warpgroup's warps exchange what they reduce
+MOST_QUERIES = 16  # of a KV head: those of more exchange so much that the twelfth slot of weights has no room
 Arrays = dict[str, Any]
 
 
@@ -75,6 +77,9 @@ def decode_layer_mosaic_gpu(
         made=made,
     )  # fmt: skip
     reduction = max(LEAST_REDUCTION, attention.REDUCTION_BYTES * attend.queries // 32)
+    if attend.queries > MOST_QUERIES:
+        slots = min(products_tuning.weight_slots, 11)
+        products_tuning = dataclasses.replace(products_tuning, weight_slots=slots)
     multiply = ProductsConfig(
         tokens=len(x), tuning=products_tuning, phases=products.phases_for(x, weights, gate, products_tuning), eps=eps,
         offset=offset, interpreted=False, attends=True,

@@ -67,18 +67,24 @@ def test_steps_with_anything_else_have_none(whole):
     assert not whole
 
 
-@pytest.mark.parametrize("most_narrow", [4, 3], ids=["gates of 64 columns", "of 128"])
-def test_whole_layers_lower(most_narrow, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("most_narrow", "changes"),
+    [(4, {}), (3, {}), (3, {"num_heads": 32, "num_kv_heads": 1})],
+    ids=["gates of 64 columns", "of 128", "most queries"],
+)
+def test_whole_layers_lower(most_narrow, changes, monkeypatch, caplog):
     """One with a window and one without, the plan of each, and appending."""
     any_size = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0, most_narrow=most_narrow)
     monkeypatch.setitem(TUNING, "9.0", any_size)
     monkeypatch.setitem(
         decode_layer.TUNING, "9.0", dataclasses.replace(decode_layer.TUNING["9.0"], kinds=("",))
     )
-    config = tiny_config(**SHAPE | GEMMA | {"num_layers": 2, "sliding_layers": (0,)})
+    config = tiny_config(**SHAPE | GEMMA | {"num_layers": 2, "sliding_layers": (0,)} | changes)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
-    plan = tj.CachePlan.build(profile, 2, 32, sliding=tj.SlidingLayers.of(config, 32))
+    plan = tj.CachePlan.build(
+        profile, min(2, config.num_kv_heads), 32, sliding=tj.SlidingLayers.of(config, 32)
+    )
     cache = tj.init_cache(
         plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=jnp.bfloat16
     )
