@@ -58,15 +58,6 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
             next_base, next_limit, _ = next_item.piece(cfg, start, end)
 
             def one_tile(t: Any, ids: Any) -> Any:
-                def read_ahead() -> tuple[Any, ...]:
-                    """The next tile's page numbers, across items too."""
-                    more = t + 1 < tiles
-                    return page_numbers(
-                        jnp.where(more, offset, next_offset),
-                        jnp.where(more, base + (t + 1) * cfg.block, next_base),
-                        jnp.where(more, limit, next_limit),
-                    )
-
                 ahead = ids
                 for kv in range(2):
                     turn = 2 * (done + t) + kv
@@ -91,8 +82,15 @@ def _load_share(cfg: Config, refs: Refs, warp: Any = None) -> Any:
 
                     pl.when(whole)(functools.partial(load_pages, None))
                     pl.when((held < cfg.block) & (turn >= slots))(functools.partial(load_pages, held))
-                    # After the keys: at first these wait for nothing but the share's row.
-                    ahead = read_ahead() if kv == 0 else ahead
+                    if kv == 0:
+                        # Page numbers are read one tile ahead of their use, across items too; but after these keys are
+                        # asked for, which at first wait for nothing but the share's row.
+                        more = t + 1 < tiles
+                        ahead = page_numbers(
+                            jnp.where(more, offset, next_offset),
+                            jnp.where(more, base + (t + 1) * cfg.block, next_base),
+                            jnp.where(more, limit, next_limit),
+                        )
                 return ahead
 
             ids = lax.fori_loop(0, tiles, one_tile, ids)
