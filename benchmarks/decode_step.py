@@ -10,7 +10,7 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
-  python -m benchmarks.decode_step --apart --heads-apart --ordinary-loads --xla-plan --last-idle
+  python -m benchmarks.decode_step --apart --heads-apart --by-token --ordinary-loads --xla-plan
                                                    and what else a step is compared with: see --help
   python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
@@ -47,7 +47,8 @@ from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.layer_products import device_ops, phases
+from pallas_kernels.layer_products import by_tile, device_ops, phases
+from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
 from pallas_kernels.layer_products import tuning as layer_tuning
 from pallas_kernels.ragged_decode import plan as decode_plan
 from tangram_jax.grouping import CLUSTERS, heads_per_page_for
@@ -103,11 +104,16 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
         partial(patched, (ragged_decode, "makes_heads", lambda *_, **__: False)),
         "with other kernels for heads, where attention makes them",
     ),
+    "by-token": (
+        partial(patched, (layer_kernel, "adds_by_tile", lambda *_: False)),
+        "with one CTA for each token that adds up parts of a layer's products",
+    ),
     "ordinary-loads": (
         partial(
             patched,
             (read_once, "EVICT_FIRST", read_once.EVICT_NORMAL),
             (device_ops, "forget", lambda _: None),
+            (by_tile, "forget", lambda *_: None),
         ),
         "with loads that do not tell the L2 what is read once",
     ),

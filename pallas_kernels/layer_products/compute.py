@@ -10,13 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gates import gated_sums
-from pallas_kernels.layer_products import choice, device_ops, fp8
+from pallas_kernels.layer_products import by_tile, choice, device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
 from pallas_kernels.layer_products.slots import Slots, Steps
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS
 from pallas_kernels.stores import put
 
 f32 = jnp.float32
+BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 LINE = 64  # columns that are stored at once
 WARPGROUP = 128
 
@@ -24,7 +25,10 @@ WARPGROUP = 128
 def compute(
     cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
 ) -> None:  # fmt: skip
-    """All phases. `barriers`: of weights that are there and that are read, and of tokens; then the interpreter's memory."""
+    """All phases. `barriers`: of weights that are there and that are read, of tokens, and of tokens' factors.
+
+    Then these factors, and the interpreter's memory.
+    """
     shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps * phase.token_loads for share, phase in zip(shares, cfg.phases, strict=True)]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
@@ -45,16 +49,23 @@ def compute(
         common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
-            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
+            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[6:])
+        elif phase.scaled:
+            product = functools.partial(product, known=barriers[4].at[phase.number], factors_s=barriers[5])
+        in_tiles = phase.addition is not None and phase.addition.by_tile
 
-        def work(product: Any = product, phase: Phase = phase) -> None:
+        def work(product: Any = product, phase: Phase = phase, share: Share = share) -> None:
             product()
-            if not cfg.interpreted and (phase.addition or phase.chooses or phase.number != cfg.last):
+            if cfg.interpreted:
+                return
+            if phase.addition and phase.addition.by_tile:
+                _add_up_tile(cfg, refs, phase, phase.addition, share)
+            elif phase.addition or phase.chooses or phase.number != cfg.last:
                 device_ops.arrive(refs["counters"].at[phase.left])
 
         pl.when(share.active)(work)
         mine = (wg == 0) & (cta < cfg.tokens)
-        if phase.addition and not cfg.interpreted:
+        if phase.addition and not in_tiles and not cfg.interpreted:
             pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, phase.addition, cta))
         if phase.opens and not cfg.interpreted:
             pl.when(mine)(functools.partial(_open_all, cfg, refs, phase, cta))
@@ -63,8 +74,17 @@ def compute(
 
 
 def _product(
-    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, read: Steps, out_s: Any
+    cfg: Config,
+    refs: dict[str, Any],
+    phase: Phase,
+    share: Share,
+    wg: Any,
+    read: Steps,
+    out_s: Any,
+    known: Any = None,
+    factors_s: Any = None,
 ) -> None:
+    """`known`: the barrier of the tokens' factors, which lie in `factors_s` f32[128], if there are some."""
     mine = pl.ds(wg * TOKENS, TOKENS)
 
     def products(*accs: Any) -> tuple[jax.Array, ...]:
@@ -83,6 +103,10 @@ def _product(
         return tuple(acc[...] for acc in accs)
 
     sums = pl.run_scoped(products, *[plgpu.ACC((TOKENS, phase.wide), f32)] * phase.pieces)
+    if known is not None:
+        plgpu.barrier_wait(known)
+        factors = plgpu.load(factors_s.at[pl.ds(0, TOKENS)], layout=BY_ROW, optimized=False)
+        sums = tuple(x * lax.broadcast_in_dim(factors, x.shape, [0]) for x in sums)
     out = refs[phase.out]
     if phase.gate is None:
         columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
@@ -136,13 +160,32 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, 
         device_ops.wait(refs["counters"].at[phase.left], cfg.warpgroups * phase.ctas, cfg.tokens)
 
     add_up(cfg, refs, phase, cta, parts_are_there)
-    # Who waits leaves a zero: nobody may count where nobody waits.
-    before_heads = "following" in refs and phase.number + 1 == cfg.last
-    awaited = refs["following"][0] > 0 if before_heads else phase.number != cfg.last
-    pl.when(awaited)(functools.partial(device_ops.arrive, refs["counters"].at[phase.added]))
+    _tell(cfg, refs, phase)
     # Left in the L2, what nobody reads any more would go to the memory at last, beside the weights.
     for row in _parts_of(refs, phase, cta) + [refs[name].at[cta] for name in how.spent]:
         device_ops.forget(row)
+
+
+def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, share: Share) -> None:
+    """What of a CTA's tile is its part, if it has one."""
+    counter = refs["counters"].at[phase.left_of(share.tile)]
+    device_ops.arrive(counter)
+
+    @pl.when(share.split * cfg.tile_rows(phase) < cfg.tokens)
+    def _() -> None:
+        def parts_are_there() -> None:
+            device_ops.wait(counter, phase.splits, cfg.adding(phase))
+
+        by_tile.add_up(cfg, refs, phase, how, share, parts_are_there)
+        _tell(cfg, refs, phase)
+        by_tile.forget(cfg, refs, phase, how, share)
+
+
+def _tell(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:
+    """That some are added up. Who waits leaves a zero: nobody may count where nobody waits."""
+    before_heads = "following" in refs and phase.number + 1 == cfg.last
+    awaited = refs["following"][0] > 0 if before_heads else phase.number != cfg.last
+    pl.when(awaited)(functools.partial(device_ops.arrive, refs["counters"].at[phase.added]))
 
 
 def _parts_of(refs: dict[str, Any], phase: Phase, row: Any) -> list[Any]:

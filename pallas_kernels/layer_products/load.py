@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.beyond import first_rows
 from pallas_kernels.fp8_products.packing import TILE
-from pallas_kernels.layer_products import device_ops
+from pallas_kernels.layer_products import by_tile, device_ops
 from pallas_kernels.layer_products.phases import HALVES, Config, Phase, Share, i32
 from pallas_kernels.read_once import load_once
 
@@ -69,8 +69,13 @@ def load_weights(
     land(turn - seen, seen)  # a warpgroup ends with none under way
 
 
-def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any) -> None:
-    """Into slots held [slots * rows and more, step], once the CTAs that make them have arrived."""
+def load_tokens(
+    cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, known: Any = None, factors_s: Any = None
+) -> None:  # fmt: skip
+    """Into slots held [slots * rows and more, step], once the CTAs that make them have arrived.
+
+    Then the factors of their norms, if these are behind the product.
+    """
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
     shares = Share.all_of(cfg, refs, cta)
@@ -90,3 +95,15 @@ def load_tokens(cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: An
             return turn + 1
 
         turn = lax.fori_loop(0, share.steps * phase.token_loads, one, turn)
+        if phase.scaled:
+
+            @pl.when(share.active)
+            def _(phase: Phase = phase) -> None:
+                by_tile.factors(cfg, refs, phase, factors_s)
+                plgpu.barrier_arrive(known.at[phase.number])
+
+        if phase.forgets and not cfg.interpreted:
+            number = share.split * phase.tiles + share.tile
+            pl.when(share.active & (number < cfg.tokens))(
+                functools.partial(lambda row: device_ops.forget(row), refs[phase.forgets].at[number])
+            )

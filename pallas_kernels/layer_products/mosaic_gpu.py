@@ -1,8 +1,9 @@
 """The layer's products for Hopper GPUs, in Pallas' Mosaic GPU.
 
 CTAs stay on their multiprocessors and work through three or four products (`phases`), with barriers over the grid between
-them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, and one
-CTA for each token adds them up with the residual and makes the norms (`compute`). The depth of gates is not split: where
+them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, where each
+tile's CTAs add them up with the residual, and the norm's factor comes behind the next product (`by_tile`); or one CTA for
+each token does, and makes the norms (`compute`). The depth of gates is not split: where
 tiles of 64 columns are no more than CTAs, they have these. Where tiles of 128 are more than CTAs, the last ones come first,
 all CTAs' with their depth split. A warpgroup loads weights ahead across the barriers, so that the
 memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads would wait behind them
@@ -25,9 +26,21 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
+from pallas_kernels.layer_products.by_tile import LINE_OF_NUMBERS
+from pallas_kernels.layer_products.by_tile import add_up as add_up_tile
 from pallas_kernels.layer_products.compute import LINE, add_up, choose, compute, f32, open_last
 from pallas_kernels.layer_products.load import load_tokens, load_weights
-from pallas_kernels.layer_products.phases import HALVES, Addition, Config, Phase, mixture_phases, phases_of
+from pallas_kernels.layer_products.phases import (
+    HALVES,
+    MOST_PHASES,
+    Addition,
+    Config,
+    Phase,
+    Share,
+    adds_by_tile,
+    mixture_phases,
+    phases_of,
+)
 from pallas_kernels.layer_products.tuning import COLUMNS, STEP, TOKENS, Tuning
 from pallas_kernels.layer_products.weights import LayerWeights, MixtureWeights, Routing, scales_of
 from pallas_kernels.support import num_sms
@@ -90,7 +103,9 @@ def phases_for(
         assert routing is not None
         phases = mixture_phases(*weights.columns, gate, tuning, weights.router.shape[1], routing)
     else:
-        phases = phases_of(*weights.columns, gate, weights.out_post is not None, tuning)
+        norms = weights.out_post is not None
+        by_tile = tuning.by_tile and adds_by_tile(x, norms)
+        phases = phases_of(*weights.columns, gate, tuning, post_norms=norms, by_tile=by_tile)
     if weights.fp8 != tuning.fp8:
         raise ValueError(f"weights {'' if weights.fp8 else 'not '}in FP8: {tuning} is for others")
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
@@ -113,6 +128,8 @@ def results_of(x: jax.Array, phases: tuple[Phase, ...]) -> dict[str, jax.ShapeDt
             made[phase.out] = jax.ShapeDtypeStruct((phase.splits, rows, phase.columns), f32)
         if phase.addition:
             made |= dict.fromkeys(phase.addition.made, jax.ShapeDtypeStruct(x.shape, x.dtype))
+            if phase.addition.squares:
+                made[phase.addition.squares] = jax.ShapeDtypeStruct((phase.tiles, LINE_OF_NUMBERS), f32)
         if phase.chooses:
             made |= choice_of(phase)
     return made
@@ -143,7 +160,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
     def body(shared: Any, *slots: Any) -> None:
         wg = lax.axis_index("wg")
         weights_s, tokens_s, out_s = views_of(cfg, shared)
-        slots, spare = slots[:4], slots[4:]
+        slots, known, spare = slots[:4], slots[4:6], slots[6:]
 
         def registers(count: int, action: Any) -> None:
             if wgs == 2:
@@ -152,7 +169,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *spare)
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *known, *spare)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
@@ -162,7 +179,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg == wgs + 1)
         def _load_tokens() -> None:
             registers(LOADING, "decrease")
-            load_tokens(cfg, refs, cta, tokens_s, *slots[2:])
+            load_tokens(cfg, refs, cta, tokens_s, *slots[2:], *known)
 
     spare = [plgpu.SMEM((wgs, TILE, TILE), dtype)] * (cfg.interpreted and cfg.tuning.fp8)
     shared = plgpu.RefUnion(*memory(cfg, dtype))
@@ -191,13 +208,17 @@ def views_of(cfg: Config, held: Sequence[Any]) -> tuple[dict[int, Any], Any, Any
 
 
 def barriers(cfg: Config) -> list[Any]:
-    """Of slots of weights that are full and that are free, and of tokens."""
+    """Of slots of weights that are full and that are free, of tokens, and of phases whose tokens' factors are there.
+
+    Then the place of these factors.
+    """
     counts = cfg.tuning.weight_slots, cfg.tuning.token_slots
-    return [
+    slots = [
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
         for slots in counts
         for arrivals in (1, cfg.warpgroups)
     ]
+    return [*slots, plgpu.Barrier(num_barriers=MOST_PHASES), plgpu.SMEM((LINE_OF_NUMBERS,), f32)]
 
 
 def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], interpret: Any) -> Arrays:
@@ -206,6 +227,7 @@ def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], int
     for cfg in configs:
         (phase,) = cfg.phases
         others = [scales_of(phase.weights)] * cfg.tuning.fp8 + ["chosen", "factors"] * bool(phase.experts)
+        others += [phase.scaled[0]] if phase.scaled else []
         used = {name: known[name] for name in (phase.source, phase.weights, "x", *others)}
         known |= _call(cfg, used, {phase.out: made[phase.out]}, interpret)
         if phase.addition:
@@ -223,6 +245,8 @@ def _added_up(
     cfg: Config, phase: Phase, how: Addition, known: Arrays, made: dict[str, Any], interpret: Any
 ) -> Arrays:
     given = {name: known[name] for name in (phase.out, *how.given)}
+    if how.by_tile:
+        return _added_up_by_tile(cfg, phase, how, given, made, interpret)
 
     def add_up_rows(*refs: Any) -> None:
         held = dict(zip((*given, *how.made), refs, strict=True))
@@ -233,6 +257,23 @@ def _added_up(
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     return dict(zip(how.made, kernel(*given.values()), strict=True))
+
+
+def _added_up_by_tile(
+    cfg: Config, phase: Phase, how: Addition, given: Arrays, made: dict[str, Any], interpret: Any
+) -> Arrays:
+    names = [*how.made, *([how.squares] if how.squares else [])]
+
+    def add_up_tiles(*refs: Any) -> None:
+        tile, split = lax.axis_index("tile"), lax.axis_index("split")
+        share = Share(tile, split, None, None, None)
+        add_up_tile(cfg, dict(zip((*given, *names), refs, strict=True)), phase, how, share, lambda: None)
+
+    kernel = plgpu.kernel(
+        add_up_tiles, out_type=[made[name] for name in names], grid=(phase.tiles, cfg.adding(phase)),
+        grid_names=("tile", "split"), compiler_params=PARAMS, interpret=interpret,
+    )  # fmt: skip
+    return dict(zip(names, kernel(*given.values()), strict=True))
 
 
 def _opened_last(cfg: Config, phase: Phase, known: Arrays, made: dict[str, Any], interpret: Any) -> jax.Array:

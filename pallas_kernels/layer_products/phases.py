@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,7 +19,11 @@ HALVES = COLUMNS // TILE  # of a tile's columns, where weights are in FP8
 ATTENDED = (
     2 * MOST_PHASES * STRIDE
 )  # of the counter of CTAs whose attention is done, if that is a part of the kernel
-COUNTERS = ATTENDED + STRIDE
+# Of counters of CTAs that have left their sums, one for each tile, in the two products whose parts are added up by tiles.
+TILES = ATTENDED + STRIDE
+MOST_TILES, TILE_STRIDE = 132, 8
+COUNTERS = TILES + 2 * MOST_TILES * TILE_STRIDE
+ROWS = 4  # tokens of a tile that a warpgroup adds up at a time, a warp each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,10 @@ class Addition:
     norm: str | None = None
     normed: str | None = None
     spent: tuple[str, ...] = ()
+    by_tile: bool = (
+        False  # then `normed` lacks its norm's factor, which is made of `squares`, sums of each tile
+    )
+    squares: str | None = None
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -72,6 +81,10 @@ class Phase:
     # depth is split, and `opens` is the gate of what their parts are added up to.
     opens: Gate | None = None
     others: int = 0  # tiles of gates that are another phase's
+    scaled: tuple[str, int] | None = (
+        None  # by its tokens' norms: of their squares' sums, and so many tiles of them
+    )
+    forgets: str | None = None  # rows of tokens that nobody reads any more once this phase's are there
 
     @property
     def pieces(self) -> int:
@@ -105,6 +118,10 @@ class Phase:
         """Place of the counter of warpgroups that have left their sums."""
         return 2 * self.number * STRIDE
 
+    def left_of(self, tile: Any) -> Any:
+        """Place of the counter of a tile's CTAs that have left their sums."""
+        return TILES + (MOST_TILES * (self.number > 0) + tile) * TILE_STRIDE
+
     @property
     def added(self) -> int:
         """Place of the counter of tokens whose parts are added up, or which have chosen."""
@@ -129,6 +146,19 @@ class Config:
             return HALVES
         return -(-self.tokens // TOKENS)
 
+    def tile_rows(self, phase: Phase) -> int:
+        """Tokens that each of a tile's CTAs adds up, or fewer."""
+        return -(-self.tokens // (ROWS * phase.splits)) * ROWS
+
+    def adding(self, phase: Phase) -> int:
+        """CTAs of a tile that add some up."""
+        return -(-self.tokens // self.tile_rows(phase))
+
+    def additions(self, phase: Phase) -> int:
+        """How many arrive when they have added up a phase's parts."""
+        by_tile = phase.addition is not None and phase.addition.by_tile
+        return phase.tiles * self.adding(phase) if by_tile else self.tokens
+
     @property
     def slot_rows(self) -> int:
         """Of tokens in a slot: a matrix instruction reads on into the next one, of which nothing is kept.
@@ -152,7 +182,7 @@ class Config:
             return [(before.added, self.tokens, self.waiting_for_choice(before))]
         if before.addition:
             both = self.phases[phase.number + 1].ctas if phase.opens else 0
-            return [(before.added, self.tokens, phase.ctas + both)]
+            return [(before.added, self.additions(before), phase.ctas + both)]
         awaited = [(before.left, self.warpgroups * before.ctas, phase.ctas)]
         if before.others:
             awaited.append((self.phases[before.number - 1].added, self.tokens, phase.ctas))
@@ -210,18 +240,44 @@ def spread(cta: Any, working: int, ctas: int) -> tuple[Any, Any]:
     return cta - before, after == before
 
 
+def adds_by_tile(x: jax.Array, post_norms: bool) -> bool:
+    """Whether tiles' CTAs can add up their parts, to a residual stream x [T, E].
+
+    What has no norm's factor yet may be too large for float16, and a norm of the product itself needs all of a token.
+    """
+    tokens, width = x.shape
+    return x.dtype == jnp.bfloat16 and not post_norms and tokens <= TOKENS and width <= MOST_TILES * COLUMNS
+
+
 def phases_of(
-    attended: int, width: int, inner: int, heads: int, gate: Gate, post_norms: bool, tuning: Tuning
+    attended: int,
+    width: int,
+    inner: int,
+    heads: int,
+    gate: Gate,
+    tuning: Tuning,
+    *,
+    post_norms: bool = False,
+    by_tile: bool = False,
 ) -> tuple[Phase, ...]:
     """From attention's result to the end of the layer, and to the next one's heads, if they are not 0 columns."""
+
+    def squares(normed: str | None) -> str | None:
+        return f"{normed}_squares" if by_tile and normed else None
+
     out_post, down_post = ("out_post", "down_post") if post_norms else (None, None)
-    after_out = Addition("x", "middle", out_post, "norm", "h")
+    after_out = Addition("x", "middle", out_post, "norm", "h", (), by_tile, squares("h"))
     norm, normed = ("next_norm", "h_next") if heads else (None, None)
-    after_down = Addition("middle", "x_new", down_post, norm, normed, ("h", "opened", "middle"))
+    spent = "h", "opened", "middle"
+    after_down = Addition("middle", "x_new", down_post, norm, normed, spent, by_tile, squares(normed))
+
+    def scaled(source: str) -> tuple[str, int] | None:
+        name = squares(source) if source in (after_out.normed, after_down.normed) else None
+        return (name, width // COLUMNS) if name else None
 
     def product(source: str, weights: str, depth: int, columns: int, **rest: Any) -> Phase:
         parts = splits(depth, columns, tuning.ctas)
-        how: dict[str, Any] = {"splits": parts, "step": tuning.step} | rest
+        how: dict[str, Any] = {"splits": parts, "step": tuning.step, "scaled": scaled(source)} | rest
         return Phase(0, source, weights, f"{weights}_parts", depth, columns, **how)
 
     last = max(inner // COLUMNS - tuning.ctas, 0) * COLUMNS  # of gates, that are all CTAs'
@@ -229,11 +285,12 @@ def phases_of(
     phases = [product("attended", "out", attended, width, addition=after_out)]
     if last:
         phases += [product("h", "gate_up", width, 2 * last, opens=gate, others=first // COLUMNS)]
-    gates = Phase(0, "h", "gate_up", "opened", width, first, gate, **gates_of(inner, tuning))
+    how = gates_of(inner, tuning) | {"scaled": scaled("h")}
+    gates = Phase(0, "h", "gate_up", "opened", width, first, gate, **how)
     phases += [dataclasses.replace(gates, others=last // COLUMNS)]
     phases += [product("opened", "down", inner, width, addition=after_down)]
     if heads:
-        phases += [product("h_next", "heads", width, heads)]
+        phases += [product("h_next", "heads", width, heads, forgets="opened" if by_tile else None)]
     return tuple(dataclasses.replace(phase, number=n) for n, phase in enumerate(phases))
 
 

@@ -25,6 +25,7 @@ class Tuning:
     # Loads of weights under way: more make others wait, and what barriers store and read.
     ahead: int = 3
     early: int = 2  # the same for products that have not begun
+    by_tile: bool = False  # parts are added up by each tile's CTAs where that can be (`phases.adds_by_tile`)
     narrow_gates: bool = False  # where twice as many tiles of half as many columns are no more than CTAs
     # Weights: two warpgroups share a tile of them, whose bytes they make numbers in registers.
     fp8: bool = False
@@ -39,6 +40,8 @@ class Tuning:
             raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
         if self.narrow_gates and (self.fp8 or self.token_slots < 4):  # of two steps of two loads
             raise ValueError(f"narrow gates are not of FP8 weights, and take 4 slots of tokens, got {self}")
+        if self.by_tile and self.fp8:
+            raise ValueError(f"products with FP8 weights have their parts added up by tokens, got {self}")
         if not 1 <= min(self.early, self.ahead) <= max(self.early, self.ahead) <= self.weight_slots:
             raise ValueError(
                 f"1 to {self.weight_slots} loads can be under way, as many as there are slots, got {self}"
@@ -117,6 +120,7 @@ def tuning_for(
         ahead=4 if tokens <= generation.most_far_ahead and not fp8 else 3,
         early=2 if few else 1,
         narrow_gates=narrow,
+        by_tile=few and not fp8,
         fp8=fp8,
     )
 

@@ -52,7 +52,9 @@ def test_same_bits_as_two_kernels(tokens, kv_heads, longest, how):
     how = {name: value for name, value in how.items() if name != "last"}
     attend, layer, heads, made = case_of(tokens, kv_heads, longest, **how)
     _, x, weights = layer.arrays()
-    tuning = lp.Tuning(ctas=num_sms(), token_slots=token_slots(tokens), weight_slots=11, narrow_gates=True)
+    tuning = lp.Tuning(
+        ctas=num_sms(), token_slots=token_slots(tokens), weight_slots=11, narrow_gates=True, by_tile=True
+    )
     options = {"eps": 1e-5, "gate": layer.gate}
     of_attention = {name: attend.options.get(name) for name in ("soft_cap", "sinks")} | {
         "scale": attend.scale

@@ -29,6 +29,7 @@ SHAPE = {
 }
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
 NARROW = lp.Tuning(ctas=8, weight_slots=4, token_slots=4, narrow_gates=True)
+TILES = dataclasses.replace(NARROW, by_tile=True)
 MORE = lp.Tuning(ctas=8, weight_slots=4, token_slots=2)
 OTHER = lp.Tuning(ctas=2, weight_slots=5, token_slots=3, ahead=2, early=1)
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -40,13 +41,17 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
     ("case", "tuning"),
     [
         (Case(5, 576, 256, 512, 384, dtype="float16"), NARROW),
+        (Case(5, 576, 256, 512, 384, offset=1.0), TILES),
+        (Case(30, 256, 512, 512), dataclasses.replace(MORE, by_tile=True)),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
         (Case(5, 256, 512, 1152, 384), MORE),
+        (Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True)),
         (Case(5, 256, 512, 1280, 0, fp8=True), dataclasses.replace(MORE, fp8=True)),
     ],
     ids=[
-        "uneven splits, gates of 64 columns, heads", "two warpgroups, post norms", "FP8", "more gates than CTAs",
+        "uneven splits, gates of 64 columns, heads", "by tiles", "no heads, by tiles",
+        "two warpgroups, post norms", "FP8", "more gates than CTAs", "the same, by tiles",
         "more, FP8",
     ],
 )  # fmt: skip
@@ -61,7 +66,7 @@ def test_kernel_in_the_interpreter(case, tuning, raced):
 def test_every_step_is_one_ctas(name):
     tuning = lp.tuning_for(32, *COLUMNS[name])
     assert tuning is not None
-    phases = phases_of(*COLUMNS[name], "silu", False, tuning)
+    phases = phases_of(*COLUMNS[name], "silu", tuning)
     assert [phase.number for phase in phases] == list(range(5 if name == "more" else 4))
     for phase in phases:
         assert phase.ctas <= tuning.ctas
@@ -123,6 +128,8 @@ def test_tunings_that_would_wait_for_ever_are_refused():
             ValueError, match="narrow gates are not of FP8 weights, and take 4 slots of tokens"
         ):
             dataclasses.replace(NARROW, **wrong)
+    with pytest.raises(ValueError, match="FP8 weights have their parts added up by tokens"):
+        dataclasses.replace(FEW, by_tile=True, fp8=True)
     attended, x, weights = Case(8, 256, 128, 256).arrays()
     with as_on_hopper(), pytest.raises(ValueError, match="there are 132 multiprocessors"):
         too_many = dataclasses.replace(FEW, ctas=133)
@@ -136,7 +143,7 @@ def test_weights_that_do_not_belong_together_are_refused():
     for others, message in (
         ((attended[:, 1:], x, weights, counters), r"attended \(8, 255\): expected \(8, 256\), as out is \(256, 128\)"),
         ((attended, x, weights._replace(norm=x), counters), r"norm \(8, 128\): expected \(128,\)"),
-        ((attended, x, weights, counters[1:]), r"counters .*: expected \(352,\)"),
+        ((attended, x, weights, counters[1:]), r"counters .*: expected \(2464,\)"),
         ((attended, x, weights._replace(next_norm=None), counters), "one of next_norm and heads: give both or none"),
         ((attended, x, weights._replace(out_post=x[0]), counters), "one of out_post and down_post"),
         ((attended, x, weights._replace(out=in_fp8.out), counters), "some of the matrices are in FP8"),

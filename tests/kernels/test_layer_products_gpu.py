@@ -22,7 +22,7 @@ from tests.kernels.mixture_cases import QWEN3
 
 pytestmark = pytest.mark.gpu
 SMS = num_sms()
-FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True)
+FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True, by_tile=True)
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
 FEWEST = dataclasses.replace(FEW_OF_ONE, weight_slots=12)
@@ -38,11 +38,20 @@ MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "
         Case(0, *LLAMA),
         Case(0, *GEMMA, gate="gelu", offset=1.0, post_norms=True),
         Case(0, *QWEN, dtype="float16"),
+        Case(0, *QWEN),
         Case(0, 576, 512, 1536, 768),
         Case(0, *GEMMA[:3], gate="gelu", offset=1.0, post_norms=True),
         Case(0, *LLAMA[:3]),
     ],
-    ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Gemma's last", "Llama's last"],
+    ids=[
+        "Llama-3.1-8B",
+        "Gemma-3-12B",
+        "Qwen3-4B, float16",
+        "Qwen3-4B",
+        "small",
+        "Gemma's last",
+        "Llama's last",
+    ],
 )
 def test_layers_of_models(case, tokens):
     tuning = FEWEST if tokens <= 8 else FEW if tokens <= 64 else MANY
