@@ -25,10 +25,7 @@ WARPGROUP = 128
 def compute(
     cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
 ) -> None:  # fmt: skip
-    """All phases. `barriers`: of weights that are there and that are read, of tokens, and of tokens' factors.
-
-    Then these factors, and the interpreter's memory.
-    """
+    """All phases. `barriers`: those of `mosaic_gpu.barriers`; then the interpreter's memory."""
     shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps * phase.token_loads for share, phase in zip(shares, cfg.phases, strict=True)]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
@@ -49,7 +46,7 @@ def compute(
         common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
-            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[6:])
+            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
         elif phase.scaled:
             product = functools.partial(product, known=barriers[4].at[phase.number], factors_s=barriers[5])
         in_tiles = phase.addition is not None and phase.addition.by_tile

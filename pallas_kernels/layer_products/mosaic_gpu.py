@@ -160,7 +160,6 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
     def body(shared: Any, *slots: Any) -> None:
         wg = lax.axis_index("wg")
         weights_s, tokens_s, out_s = views_of(cfg, shared)
-        slots, known, spare = slots[:4], slots[4:6], slots[6:]
 
         def registers(count: int, action: Any) -> None:
             if wgs == 2:
@@ -169,7 +168,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg < wgs)
         def _compute() -> None:
             registers(COMPUTING, "increase")
-            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots, *known, *spare)
+            compute(cfg, refs, cta, wg, weights_s, tokens_s, out_s.at[wg], *slots)
 
         @pl.when(wg == wgs)
         def _load_weights() -> None:
@@ -179,7 +178,7 @@ def _kernel(cfg: Config, dtype: Any, refs: dict[str, Any]) -> None:
         @pl.when(wg == wgs + 1)
         def _load_tokens() -> None:
             registers(LOADING, "decrease")
-            load_tokens(cfg, refs, cta, tokens_s, *slots[2:], *known)
+            load_tokens(cfg, refs, cta, tokens_s, *slots[2 : 6 if cfg.scales else 4])
 
     spare = [plgpu.SMEM((wgs, TILE, TILE), dtype)] * (cfg.interpreted and cfg.tuning.fp8)
     shared = plgpu.RefUnion(*memory(cfg, dtype))
@@ -208,9 +207,9 @@ def views_of(cfg: Config, held: Sequence[Any]) -> tuple[dict[int, Any], Any, Any
 
 
 def barriers(cfg: Config) -> list[Any]:
-    """Of slots of weights that are full and that are free, of tokens, and of phases whose tokens' factors are there.
+    """Of slots of weights that are full and that are free, and of tokens.
 
-    Then the place of these factors.
+    Where norms' factors come behind products, of phases whose factors are there, and these in shared memory.
     """
     counts = cfg.tuning.weight_slots, cfg.tuning.token_slots
     slots = [
@@ -218,7 +217,8 @@ def barriers(cfg: Config) -> list[Any]:
         for slots in counts
         for arrivals in (1, cfg.warpgroups)
     ]
-    return [*slots, plgpu.Barrier(num_barriers=MOST_PHASES), plgpu.SMEM((LINE_OF_NUMBERS,), f32)]
+    factors = [plgpu.Barrier(num_barriers=MOST_PHASES), plgpu.SMEM((LINE_OF_NUMBERS,), f32)]
+    return slots + (factors if cfg.scales else [])
 
 
 def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], interpret: Any) -> Arrays:

@@ -167,6 +167,11 @@ class Config:
         """
         return -(-self.tokens // TOKENS) * TOKENS if self.interpreted else -(-self.tokens // 8) * 8
 
+    @property
+    def scales(self) -> bool:
+        """Whether norms' factors come behind products."""
+        return any(phase.scaled for phase in self.phases)
+
     def waiting_for_choice(self, phase: Phase) -> int:
         """Warpgroups: those that load weights in all CTAs, and those that load tokens for the next phase."""
         return self.tuning.ctas + self.phases[phase.number + 1].ctas
