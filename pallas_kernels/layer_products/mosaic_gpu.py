@@ -37,6 +37,7 @@ from pallas_kernels.layer_products.phases import (
     Config,
     Phase,
     Share,
+    added_by_tile,
     adds_by_tile,
     mixture_phases,
     phases_of,
@@ -99,13 +100,14 @@ def phases_for(
     tokens, (depth, width, inner, heads) = len(x), weights.columns
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % tuning.step:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
+    post_norms = isinstance(weights, LayerWeights) and weights.out_post is not None
     if isinstance(weights, MixtureWeights):
         assert routing is not None
         phases = mixture_phases(*weights.columns, gate, tuning, weights.router.shape[1], routing)
     else:
-        norms = weights.out_post is not None
-        by_tile = tuning.by_tile and adds_by_tile(x, norms)
-        phases = phases_of(*weights.columns, gate, tuning, post_norms=norms, by_tile=by_tile)
+        phases = phases_of(*weights.columns, gate, tuning, post_norms=post_norms)
+    if tuning.by_tile and adds_by_tile(x, post_norms):
+        phases = added_by_tile(phases)
     if weights.fp8 != tuning.fp8:
         raise ValueError(f"weights {'' if weights.fp8 else 'not '}in FP8: {tuning} is for others")
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))

@@ -254,6 +254,25 @@ def adds_by_tile(x: jax.Array, post_norms: bool) -> bool:
     return x.dtype == jnp.bfloat16 and not post_norms and tokens <= TOKENS and width <= MOST_TILES * COLUMNS
 
 
+def added_by_tile(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The same phases with parts added up by each tile's CTAs, and norms' factors behind products of what is normalised."""
+    squares: dict[str, tuple[str, int]] = {}
+    changed = []
+    for phase in phases:
+        phase = dataclasses.replace(phase, scaled=squares.get(phase.source))
+        if how := phase.addition:
+            name = f"{how.normed}_squares" if how.normed else None
+            if how.normed and name:
+                squares[how.normed] = name, phase.tiles
+            phase = dataclasses.replace(phase, addition=dataclasses.replace(how, by_tile=True, squares=name))
+        changed.append(phase)
+    if not changed[
+        -1
+    ].addition:  # the heads, whose tokens are there when all have read what went through the gates
+        changed[-1] = dataclasses.replace(changed[-1], forgets="opened")
+    return tuple(changed)
+
+
 def phases_of(
     attended: int,
     width: int,
@@ -263,26 +282,16 @@ def phases_of(
     tuning: Tuning,
     *,
     post_norms: bool = False,
-    by_tile: bool = False,
 ) -> tuple[Phase, ...]:
     """From attention's result to the end of the layer, and to the next one's heads, if they are not 0 columns."""
-
-    def squares(normed: str | None) -> str | None:
-        return f"{normed}_squares" if by_tile and normed else None
-
     out_post, down_post = ("out_post", "down_post") if post_norms else (None, None)
-    after_out = Addition("x", "middle", out_post, "norm", "h", (), by_tile, squares("h"))
+    after_out = Addition("x", "middle", out_post, "norm", "h")
     norm, normed = ("next_norm", "h_next") if heads else (None, None)
-    spent = "h", "opened", "middle"
-    after_down = Addition("middle", "x_new", down_post, norm, normed, spent, by_tile, squares(normed))
-
-    def scaled(source: str) -> tuple[str, int] | None:
-        name = squares(source) if source in (after_out.normed, after_down.normed) else None
-        return (name, width // COLUMNS) if name else None
+    after_down = Addition("middle", "x_new", down_post, norm, normed, ("h", "opened", "middle"))
 
     def product(source: str, weights: str, depth: int, columns: int, **rest: Any) -> Phase:
         parts = splits(depth, columns, tuning.ctas)
-        how: dict[str, Any] = {"splits": parts, "step": tuning.step, "scaled": scaled(source)} | rest
+        how: dict[str, Any] = {"splits": parts, "step": tuning.step} | rest
         return Phase(0, source, weights, f"{weights}_parts", depth, columns, **how)
 
     last = max(inner // COLUMNS - tuning.ctas, 0) * COLUMNS  # of gates, that are all CTAs'
@@ -290,12 +299,11 @@ def phases_of(
     phases = [product("attended", "out", attended, width, addition=after_out)]
     if last:
         phases += [product("h", "gate_up", width, 2 * last, opens=gate, others=first // COLUMNS)]
-    how = gates_of(inner, tuning) | {"scaled": scaled("h")}
-    gates = Phase(0, "h", "gate_up", "opened", width, first, gate, **how)
+    gates = Phase(0, "h", "gate_up", "opened", width, first, gate, **gates_of(inner, tuning))
     phases += [dataclasses.replace(gates, others=last // COLUMNS)]
     phases += [product("opened", "down", inner, width, addition=after_down)]
     if heads:
-        phases += [product("h_next", "heads", width, heads, forgets="opened" if by_tile else None)]
+        phases += [product("h_next", "heads", width, heads)]
     return tuple(dataclasses.replace(phase, number=n) for n, phase in enumerate(phases))
 
 
