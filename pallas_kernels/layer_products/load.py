@@ -74,7 +74,7 @@ def load_tokens(
 ) -> None:  # fmt: skip
     """Into slots held [slots * rows and more, step], once the CTAs that make them have arrived.
 
-    Then the factors of their norms, if these are behind the product.
+    Then the factors of their norms to `factors_s` f32[128], of which `known` tells, if these come behind the product.
     """
     slots = i32(cfg.tuning.token_slots)
     turn: Any = i32(0)
@@ -105,5 +105,5 @@ def load_tokens(
         if phase.forgets and not cfg.interpreted:
             number = share.split * phase.tiles + share.tile
             pl.when(share.active & (number < cfg.tokens))(
-                functools.partial(lambda row: device_ops.forget(row), refs[phase.forgets].at[number])
+                functools.partial(device_ops.forget, refs[phase.forgets].at[number])
             )

@@ -41,10 +41,10 @@ class Addition:
     norm: str | None = None
     normed: str | None = None
     spent: tuple[str, ...] = ()
-    by_tile: bool = (
-        False  # then `normed` lacks its norm's factor, which is made of `squares`, sums of each tile
+    by_tile: bool = False  # by each tile's CTAs: see `by_tile`
+    squares: str | None = (
+        None  # their sums of each tile, of which the factor is made that `normed` lacks then
     )
-    squares: str | None = None
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -81,9 +81,7 @@ class Phase:
     # depth is split, and `opens` is the gate of what their parts are added up to.
     opens: Gate | None = None
     others: int = 0  # tiles of gates that are another phase's
-    scaled: tuple[str, int] | None = (
-        None  # by its tokens' norms: of their squares' sums, and so many tiles of them
-    )
+    scaled: tuple[str, int] | None = None  # by norms' factors: sums of squares, and of how many tiles
     forgets: str | None = None  # rows of tokens that nobody reads any more once this phase's are there
 
     @property
