@@ -42,12 +42,16 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
     [
         (Case(5, 576, 256, 512, 384, dtype="float16"), NARROW),
         (Case(5, 576, 256, 512, 384, offset=1.0), TILES),
-        (Case(30, 256, 512, 512), dataclasses.replace(MORE, by_tile=True)),
+        pytest.param(
+            Case(30, 256, 512, 512), dataclasses.replace(MORE, by_tile=True), marks=pytest.mark.slow
+        ),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
         (Case(5, 256, 512, 1152, 384), MORE),
         (Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True)),
-        (Case(5, 256, 512, 1280, 0, fp8=True), dataclasses.replace(MORE, fp8=True)),
+        pytest.param(
+            Case(5, 256, 512, 1280, 0, fp8=True), dataclasses.replace(MORE, fp8=True), marks=pytest.mark.slow
+        ),
     ],
     ids=[
         "uneven splits, gates of 64 columns, heads", "by tiles", "no heads, by tiles",
