@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from pallas_kernels.layer_products.device_ops import LINE
-from pallas_kernels.layer_products.phases import ROWS, Addition, Config, Phase, Share
+from pallas_kernels.layer_products.phases import ROWS, Config, Phase, Share
 from pallas_kernels.layer_products.tuning import COLUMNS
 from pallas_kernels.stores import put
 
@@ -35,13 +35,13 @@ LINE_OF_NUMBERS = 128  # tokens, of the sums of squares of a tile
 AT_ONCE = 16  # sums of squares that are read at a time
 
 
-def add_up(
-    cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, share: Share, parts_are_there: Any
-) -> None:
+def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, parts_are_there: Any) -> None:
     """Some tokens' columns of a tile: parts, residual, norm's weights, sums of squares.
 
     What does not depend on the parts is read before they are waited for.
     """
+    how = phase.addition
+    assert how is not None
     columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
     own, total = (refs[name].at[:, columns] for name in (how.residual, how.total))
     dtype, known = total.dtype, (cfg.tokens, cfg.interpreted)
@@ -62,11 +62,14 @@ def add_up(
             _store_squares(numbers * numbers, refs[how.squares].at[share.tile], row, *known)
 
 
-def forget(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, share: Share) -> None:
+def forget(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> None:
     """Of the tokens and columns that were added up, what nobody reads any more."""
+    assert phase.addition is not None
     columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
     parts = [refs[phase.out].at[n, :, columns] for n in range(phase.splits)]
-    spent = [refs[name].at[:, columns] for name in how.spent if refs[name].shape[1] == phase.columns]
+    spent = [
+        refs[name].at[:, columns] for name in phase.addition.spent if refs[name].shape[1] == phase.columns
+    ]
     rows = cfg.tile_rows(phase)
     for place in parts + spent:
         _forget(place, share.split * rows, rows, cfg.tokens)
@@ -113,8 +116,7 @@ def _load(ref: Any, row: Any, tokens: int, interpreted: bool) -> jax.Array:
 def _store(value: jax.Array, ref: Any, row: Any, tokens: int, interpreted: bool) -> None:
     """[ROWS, 128] to global memory [N, 128] from a row on, but for what is past the last token."""
     if interpreted:
-        for n in range(ROWS):
-            pl.when(row + n < tokens)(functools.partial(put, ref.at[row + n], value[n]))
+        _store_plainly(value, ref, row, tokens)
         return
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), SPLAT))
@@ -127,12 +129,15 @@ def _store(value: jax.Array, ref: Any, row: Any, tokens: int, interpreted: bool)
     run(value, ref, row)
 
 
+def _store_plainly(value: jax.Array, ref: Any, row: Any, tokens: int) -> None:
+    for n in range(ROWS):
+        pl.when(row + n < tokens)(functools.partial(put, ref.at[row + n], value[n]))
+
+
 def _store_squares(value: jax.Array, ref: Any, row: Any, tokens: int, interpreted: bool) -> None:
     """The sums of the rows f32[ROWS, 128] to global memory f32[N] from `row` on, but for what is past the last token."""
     if interpreted:
-        sums = value.sum(axis=1)
-        for n in range(ROWS):
-            pl.when(row + n < tokens)(functools.partial(put, ref.at[row + n], sums[n]))
+        _store_plainly(value.sum(axis=1), ref, row, tokens)
         return
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), SPLAT))

@@ -49,20 +49,19 @@ def compute(
             product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
         elif phase.scaled:
             product = functools.partial(product, known=barriers[4].at[phase.number], factors_s=barriers[5])
-        in_tiles = phase.addition is not None and phase.addition.by_tile
 
         def work(product: Any = product, phase: Phase = phase, share: Share = share) -> None:
             product()
             if cfg.interpreted:
                 return
-            if phase.addition and phase.addition.by_tile:
-                _add_up_tile(cfg, refs, phase, phase.addition, share)
+            if phase.by_tile:
+                _add_up_tile(cfg, refs, phase, share)
             elif phase.addition or phase.chooses or phase.number != cfg.last:
                 device_ops.arrive(refs["counters"].at[phase.left])
 
         pl.when(share.active)(work)
         mine = (wg == 0) & (cta < cfg.tokens)
-        if phase.addition and not in_tiles and not cfg.interpreted:
+        if phase.addition and not phase.by_tile and not cfg.interpreted:
             pl.when(mine)(functools.partial(_add_up_all, cfg, refs, phase, phase.addition, cta))
         if phase.opens and not cfg.interpreted:
             pl.when(mine)(functools.partial(_open_all, cfg, refs, phase, cta))
@@ -163,7 +162,7 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, 
         device_ops.forget(row)
 
 
-def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, share: Share) -> None:
+def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> None:
     """What of a CTA's tile is its part, if it has one."""
     counter = refs["counters"].at[phase.left_of(share.tile)]
     device_ops.arrive(counter)
@@ -173,9 +172,9 @@ def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition,
         def parts_are_there() -> None:
             device_ops.wait(counter, phase.splits, cfg.adding(phase))
 
-        by_tile.add_up(cfg, refs, phase, how, share, parts_are_there)
+        by_tile.add_up(cfg, refs, phase, share, parts_are_there)
         _tell(cfg, refs, phase)
-        by_tile.forget(cfg, refs, phase, how, share)
+        by_tile.forget(cfg, refs, phase, share)
 
 
 def _tell(cfg: Config, refs: dict[str, Any], phase: Phase) -> None:

@@ -3,10 +3,10 @@
 CTAs stay on their multiprocessors and work through three or four products (`phases`), with barriers over the grid between
 them. A tile has 128 columns, and where tiles are fewer than CTAs their depth is split: parts go to global memory, where each
 tile's CTAs add them up with the residual, and the norm's factor comes behind the next product (`by_tile`); or one CTA for
-each token does, and makes the norms (`compute`). The depth of gates is not split: where
-tiles of 64 columns are no more than CTAs, they have these. Where tiles of 128 are more than CTAs, the last ones come first,
-all CTAs' with their depth split. A warpgroup loads weights ahead across the barriers, so that the
-memory is not idle meanwhile, but few at a time: loads queue, and what a barrier stores and reads would wait behind them
+each token does, and makes the norms (`compute`). The depth of gates is not split: where tiles of 64 columns are no more than
+CTAs, they have these. Where tiles of 128 are more than CTAs, the last ones come first, all CTAs' with their depth split. A
+warpgroup loads weights ahead across the barriers, so that the memory is not idle meanwhile, but few at a time: loads queue,
+and what a barrier stores and reads would wait behind them
 (`load`). Weights are read once, so the L2 keeps what CTAs leave there for each other, and forgets what of that is spent, so
 that little of it is ever written to the memory. Weights in FP8 have products of their own (`fp8`), the rest is the same.
 
@@ -105,7 +105,7 @@ def phases_for(
         assert routing is not None
         phases = mixture_phases(*weights.columns, gate, tuning, weights.router.shape[1], routing)
     else:
-        phases = phases_of(*weights.columns, gate, tuning, post_norms=post_norms)
+        phases = phases_of(*weights.columns, gate, post_norms, tuning)
     if tuning.by_tile and adds_by_tile(x, post_norms):
         phases = added_by_tile(phases)
     if weights.fp8 != tuning.fp8:
@@ -269,7 +269,7 @@ def _added_up_by_tile(
     def add_up_tiles(*refs: Any) -> None:
         tile, split = lax.axis_index("tile"), lax.axis_index("split")
         share = Share(tile, split, None, None, None)
-        add_up_tile(cfg, dict(zip((*given, *names), refs, strict=True)), phase, how, share, lambda: None)
+        add_up_tile(cfg, dict(zip((*given, *names), refs, strict=True)), phase, share, lambda: None)
 
     kernel = plgpu.kernel(
         add_up_tiles, out_type=[made[name] for name in names], grid=(phase.tiles, cfg.adding(phase)),

@@ -116,6 +116,11 @@ class Phase:
         """Place of the counter of warpgroups that have left their sums."""
         return 2 * self.number * STRIDE
 
+    @property
+    def by_tile(self) -> bool:
+        """Whether each tile's CTAs add up its parts."""
+        return self.addition is not None and self.addition.by_tile
+
     def left_of(self, tile: Any) -> Any:
         """Place of the counter of a tile's CTAs that have left their sums."""
         return TILES + (MOST_TILES * (self.number > 0) + tile) * TILE_STRIDE
@@ -154,8 +159,7 @@ class Config:
 
     def additions(self, phase: Phase) -> int:
         """How many arrive when they have added up a phase's parts."""
-        by_tile = phase.addition is not None and phase.addition.by_tile
-        return phase.tiles * self.adding(phase) if by_tile else self.tokens
+        return phase.tiles * self.adding(phase) if phase.by_tile else self.tokens
 
     @property
     def slot_rows(self) -> int:
@@ -259,16 +263,16 @@ def added_by_tile(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     for phase in phases:
         phase = dataclasses.replace(phase, scaled=squares.get(phase.source))
         if how := phase.addition:
-            name = f"{how.normed}_squares" if how.normed else None
-            if how.normed and name:
-                squares[how.normed] = name, phase.tiles
-            phase = dataclasses.replace(phase, addition=dataclasses.replace(how, by_tile=True, squares=name))
+            how = dataclasses.replace(how, by_tile=True)
+            if normed := how.normed:
+                squares[normed] = f"{normed}_squares", phase.tiles
+                how = dataclasses.replace(how, squares=squares[normed][0])
+            phase = dataclasses.replace(phase, addition=how)
         changed.append(phase)
-    if not changed[
-        -1
-    ].addition:  # the heads, whose tokens are there when all have read what went through the gates
-        changed[-1] = dataclasses.replace(changed[-1], forgets="opened")
-    return tuple(changed)
+    *others, last = changed
+    if not last.addition:  # the heads, whose tokens are there when all have read what went through the gates
+        last = dataclasses.replace(last, forgets="opened")
+    return (*others, last)
 
 
 def phases_of(
@@ -277,9 +281,8 @@ def phases_of(
     inner: int,
     heads: int,
     gate: Gate,
+    post_norms: bool,
     tuning: Tuning,
-    *,
-    post_norms: bool = False,
 ) -> tuple[Phase, ...]:
     """From attention's result to the end of the layer, and to the next one's heads, if they are not 0 columns."""
     out_post, down_post = ("out_post", "down_post") if post_norms else (None, None)

@@ -70,7 +70,7 @@ def test_kernel_in_the_interpreter(case, tuning, raced):
 def test_every_step_is_one_ctas(name):
     tuning = lp.tuning_for(32, *COLUMNS[name])
     assert tuning is not None
-    phases = phases_of(*COLUMNS[name], "silu", tuning)
+    phases = phases_of(*COLUMNS[name], "silu", False, tuning)
     assert [phase.number for phase in phases] == list(range(5 if name == "more" else 4))
     for phase in phases:
         assert phase.ctas <= tuning.ctas
@@ -147,7 +147,7 @@ def test_weights_that_do_not_belong_together_are_refused():
     for others, message in (
         ((attended[:, 1:], x, weights, counters), r"attended \(8, 255\): expected \(8, 256\), as out is \(256, 128\)"),
         ((attended, x, weights._replace(norm=x), counters), r"norm \(8, 128\): expected \(128,\)"),
-        ((attended, x, weights, counters[1:]), r"counters .*: expected \(2464,\)"),
+        ((attended, x, weights, counters[1:]), rf"counters .*: expected \({len(counters)},\)"),
         ((attended, x, weights._replace(next_norm=None), counters), "one of next_norm and heads: give both or none"),
         ((attended, x, weights._replace(out_post=x[0]), counters), "one of out_post and down_post"),
         ((attended, x, weights._replace(out=in_fp8.out), counters), "some of the matrices are in FP8"),
