@@ -90,8 +90,10 @@ def test_layers_in_fp8(case, tokens):
     ],
     ids=["Qwen3-30B-A3B", "its last, shares of all experts", "Qwen3-235B-A22B", "small"],
 )
-def test_mixtures(case):
-    mixture_cases.check_mixture(case, FEW_OF_ONE, repeats=10)
+@pytest.mark.parametrize("by_tile", [False, True])
+def test_mixtures(case, by_tile):
+    """As engines have them, whose parts are added up by tokens, and by tiles."""
+    mixture_cases.check_mixture(case, dataclasses.replace(FEW_OF_ONE, by_tile=by_tile), repeats=10)
 
 
 MODELS = [(name, tokens) for name in ("llama-3.1-8b", "gemma-3-12b") for tokens in (2, 64, 96)]
