@@ -38,6 +38,8 @@ ROWS = sorted(
                 for requests, context in ((1, 8192), (16, 8192), (64, 8192), (64, 32768), (4, 102400))
                 for retention, skew in ((0.25, "ragged"), (0.25, "equal"), (1.0, "equal"))
             ),
+            Row("Llama-3.1-8B", 32, 8192, 1.0, "equal"),
+            Row("Llama-3.1-8B", 1, 32768, 1.0, "equal"),
             *GRID_ROWS,
         ]
     ),
