@@ -143,7 +143,7 @@ def _mixture_tuning(
     ctas = num_sms()
     if max(width, heads, chosen * inner) // COLUMNS > ctas:
         return None
-    return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1), narrow_gates=True)
+    return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1), narrow_gates=True, by_tile=True)
 
 
 def token_slots(tokens: int, fp8: bool = False) -> int:
