@@ -231,7 +231,7 @@ def measure(
     chosen = jax.device_put(rows + 10, parallel.everywhere if parallel else None)
     began = time.perf_counter()
     program = steps.lower(params, cache, chosen).compile(
-        compiler_options(args.devices, linked="links" in params)
+        compiler_options(args.devices, linked="links" in params, alone=True)
     )
     compiled = time.perf_counter() - began
     for n in range(3):

@@ -110,11 +110,12 @@ class Runner(RowCopies):
         store = ProgramStore(programs, config, plan, scorer, devices) if programs else None
         if store:
             run_step = store.keep("step", run_step, _like_step)
-        static: Any = {
-            "static_argnames": "all_logits",
-            "compiler_options": compiler_options(devices, linked="links" in self.params),
-        }
-        self._step = jax.jit(run_step, donate_argnums=1, **static)
+        linked = "links" in self.params
+        options, others = (compiler_options(devices, linked=linked, alone=alone) for alone in (False, True))
+        program = partial(jax.jit, run_step, donate_argnums=1, static_argnames="all_logits")
+        with_chunk = program(compiler_options=options)
+        # With a chunk, beside decode tokens or not, and of decode tokens alone.
+        self._steps = with_chunk, with_chunk if others == options else program(compiler_options=others)
         self.sampler = RowSampler(config, num_rows, self._everywhere, part=buckets.largest_chunk, store=store)
         self.reset()
 
@@ -181,6 +182,11 @@ class Runner(RowCopies):
         assert isinstance(chunk, Chunk) and next_tokens is not None
         scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
         return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores
+
+    def _step(
+        self, params: Any, cache: Cache, sampler_ints: jax.Array, chunk: Any, *rest: Any, **static: Any
+    ) -> Any:
+        return self._steps[chunk is None](params, cache, sampler_ints, chunk, *rest, **static)
 
     def run(self, work: Work, read_all: Callable[[], None]) -> Handles:
         """Dispatch one step and the sampling of its tokens.
@@ -265,11 +271,12 @@ class Runner(RowCopies):
         steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
         few = threads_for(1 / 8)
         sampler = self.sampler
-        yield from compile_all(programs, {self._step: steps, sampler.run: few, sampler.run_drafts: few})
+        threads = dict.fromkeys(self._steps, steps) | {sampler.run: few, sampler.run_drafts: few}
+        yield from compile_all(programs, threads)
         for name, function, arguments, static in programs:
             yield name
             result = function(*arguments(), **static)
-            if function is self._step:
+            if function in self._steps:
                 _, self.cache, _ = result
             elif function is sampler.run:
                 *_, sampler.state = result
@@ -287,7 +294,7 @@ class Runner(RowCopies):
         b = self.buckets
         for shape in b.shapes:
             arguments = partial(self._step_arguments, shape)
-            yield Program(shape.name, self._step, arguments, {"all_logits": shape.scores})
+            yield Program(shape.name, self._steps[not shape.chunk], arguments, {"all_logits": shape.scores})
         yield from self.sampler.programs(b)
 
     def _warm_tables(self) -> Any:

@@ -149,12 +149,16 @@ class _Attention:
         return self._parts[0].to_the_end(layer, heads, made, sinks, end), state
 
 
-def compiler_options(devices: int = 1, *, linked: bool = False) -> dict[str, str] | None:
-    """For `jax.jit` of a program with a chunk, or over several devices.
+def compiler_options(devices: int = 1, *, linked: bool = False, alone: bool = False) -> dict[str, str] | None:
+    """For `jax.jit` of a step, or of a program over several devices.
 
     Without XLA's search for what could be computed twice to save memory: on a GPU it counts the donated pool once more for
     every kernel that writes into it, and where that is more than there is it warns and has a few small results computed
     again, which saves nothing.
+
+    `alone`: a step of decode tokens without a chunk. On one GPU its CUDA graph has kernels side by side that do not depend
+    on each other, as the plan and the first heads. Kernels whose CTAs wait for each other must not be: each may get a part
+    of the multiprocessors. In a decode step each of these depends on the one before; with a chunk that is not said.
 
     Over several GPUs all-reduces are NCCL's, within the CUDA graph of what is around them. XLA's own kernels for small ones
     are in none, so that the host starts four pieces a layer one after another. But a graph with something of NCCL's is
@@ -168,6 +172,8 @@ def compiler_options(devices: int = 1, *, linked: bool = False) -> dict[str, str
             "xla_gpu_experimental_use_collective_kernels": "",
             "xla_gpu_enable_command_buffer": IN_GRAPHS if linked else f"{IN_GRAPHS},COLLECTIVES",
         }
+    elif alone:
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     return options
 
 

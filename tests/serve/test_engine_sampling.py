@@ -209,14 +209,17 @@ def test_penalties_survive_preemption():
 
 
 def test_what_the_compiler_is_told_on_a_gpu():
-    """The loops of sampling are recorded in graphs; nothing of a step is computed twice."""
+    """The loops of sampling are recorded in graphs; nothing of a step is computed twice, and no kernel of one with a chunk
+    runs beside another."""
     with as_on_hopper(), mock.patch.object(jax, "jit", wraps=jax.jit) as jit:
         options = sampling.compiler_options()
         tiny_runner.__wrapped__("full")
-    functions = {call.args[0]: call for call in jit.call_args_list if call.args}
-    made = functions[sampling.sample]
-    (of_step,) = (call for f, call in functions.items() if getattr(f, "__name__", "") == "_step_program")
-    assert of_step.kwargs["compiler_options"] == {"xla_disable_hlo_passes": "rematerialization"}
+    calls = [call for call in jit.call_args_list if call.args]
+    made = next(call for call in calls if call.args[0] is sampling.sample)
+    of_steps = [call for call in calls if getattr(call.args[0], "__name__", "") == "_step_program"]
+    with_chunk, alone = (call.kwargs["compiler_options"] for call in of_steps)
+    assert with_chunk == {"xla_disable_hlo_passes": "rematerialization"}
+    assert alone == with_chunk | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     assert options is not None
     assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
     assert made.kwargs["compiler_options"] == options
