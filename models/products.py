@@ -16,6 +16,7 @@ from models.params import Params
 from models.shares import Share, over_devices
 from pallas_kernels import all_reduce, dense_products, layer_products
 from pallas_kernels import fp8_products as fp8
+from pallas_kernels.dense_products import Scaled
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 from pallas_kernels.gates import Gate, opened
 from pallas_kernels.layer_products import LayerWeights, MixtureWeights, Routing
@@ -30,16 +31,18 @@ MIXTURE_MATRICES = ("qkv", "attn_out", "router", "expert_gate_up", "expert_down"
 
 def added_norm(
     x: Float[Array, "T depth"],
-    added: Float[Array, "T depth"] | Share | None,
+    added: Float[Array, "T depth"] | Share | Scaled | None,
     norm: Float[Array, " depth"],
     weights: Array | Fp8Weights | None,
     config: ModelConfig,
 ) -> tuple[Float[Array, "T depth"], Any]:
     """x + added, and its RMS norm for products with `weights`: as Fp8Tokens where they take these and a kernel makes them.
 
-    added: None for nothing; a device's share is added up with the others'. weights: None where not only such products read
-    the norm.
+    added: None for nothing; a device's share is added up with the others'; with that of `added_product` x has all, and it is
+    the norm. weights: None where not only such products read the norm.
     """
+    if isinstance(added, Scaled):
+        return x, added
     if isinstance(added, Share):
         if added.links is not None:
             how = {"eps": config.norm_eps, "offset": config.norm_offset}
@@ -52,8 +55,39 @@ def added_norm(
     return x, rms_norm(x, norm, config.norm_eps, config.norm_offset)
 
 
+def added_product(
+    tokens: Float[Array, "T depth"],
+    weights: Array | Fp8Weights,
+    x: Float[Array, "T E"],
+    norm: Float[Array, " E"],
+    following: Array | Fp8Weights | None,
+    config: ModelConfig,
+    *,
+    gated: bool = False,
+) -> tuple[Float[Array, "T E"], Scaled] | None:
+    """x and a product of tokens, and its norm for `product` or, of `gated` weights, `gated_product` with `following`.
+
+    None where a product by itself and `added_norm` are no slower, or there is no kernel for it.
+    """
+    if following is None or isinstance(weights, Fp8Weights) or isinstance(following, Fp8Weights):
+        return None
+    if not may_add(x, config):
+        return None
+    tuning = _dense_tuning(tokens, weights)
+    if tuning is None or _dense_tuning(x, following, gated=gated) is None:
+        return None
+    weights = weights.reshape(tokens.shape[1], -1)
+    return dense_products.added_products(tokens, weights, x, norm, offset=config.norm_offset, tuning=tuning)
+
+
+def may_add(x: Float[Array, "T E"], config: ModelConfig) -> bool:
+    """Whether `added_product` may have a kernel for some weights."""
+    apart = config.post_norms or config.attn_out_bias or config.tensor_axis is not None
+    return not apart and x.dtype == jnp.bfloat16 and dense_products.takes(len(x))
+
+
 def product(
-    x: Float[Array, "T depth"] | Fp8Tokens,
+    x: Float[Array, "T depth"] | Fp8Tokens | Scaled,
     weights: Array | Fp8Weights,
     columns: tuple[int, ...],
     config: ModelConfig,
@@ -65,23 +99,29 @@ def product(
     Some dozens of tokens have a kernel for 16-bit floats, too.
     """
     if isinstance(weights, Fp8Weights):
+        assert not isinstance(x, Scaled)
         return _times(x, weights, config).reshape(-1, *columns)
     assert not isinstance(x, Fp8Tokens)
-    by_kernel = _by_kernel(x, weights, None)
-    return _by_xla(x, weights, columns) if by_kernel is None else by_kernel.reshape(-1, *columns)
+    by_kernel = _by_kernel(x, weights, config)
+    if by_kernel is None and not isinstance(x, Scaled):
+        return _by_xla(x, weights, columns)
+    assert by_kernel is not None  # `added_product` has seen to that
+    return by_kernel.reshape(-1, *columns)
 
 
 def gated_product(
-    x: Float[Array, "T depth"] | Fp8Tokens, weights: Array | Fp8Weights, config: ModelConfig
+    x: Float[Array, "T depth"] | Fp8Tokens | Scaled, weights: Array | Fp8Weights, config: ModelConfig
 ) -> Float[Array, "T columns"]:
     """Tokens times a matrix of [2, columns], gates first, and what these let through. See `product`."""
     gate: Gate = "gelu" if config.gelu else "silu"
     if isinstance(weights, Fp8Weights):
+        assert not isinstance(x, Scaled)
         return _times(x, weights, config, gate)
     assert not isinstance(x, Fp8Tokens)
-    by_kernel = _by_kernel(x, weights, gate)
+    by_kernel = _by_kernel(x, weights, config, gate)
     if by_kernel is not None:
         return by_kernel
+    assert not isinstance(x, Scaled)  # as in `product`
     gate_up = _by_xla(x, weights, (2, config.intermediate_size))
     return opened(gate_up[:, 0], gate) * gate_up[:, 1]
 
@@ -200,11 +240,22 @@ def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:
     return jnp.einsum("te,e...->t...", x, weights.reshape(x.shape[1], *columns))
 
 
-def _by_kernel(x: Array, weights: Array, gate: Gate | None) -> Array | None:
+def _by_kernel(
+    x: Array | Scaled, weights: Array, config: ModelConfig, gate: Gate | None = None
+) -> Array | None:
     """Tokens times a matrix of floats, [T, columns]; None where XLA's product is as fast as a kernel's, or there is none."""
+    tokens = x.tokens if isinstance(x, Scaled) else x
+    tuning = _dense_tuning(tokens, weights, gated=gate is not None)
+    if tuning is None:
+        return None
+    weights = weights.reshape(tokens.shape[1], -1)
+    return dense_products.dense_products(x, weights, gate=gate, eps=config.norm_eps, tuning=tuning)
+
+
+def _dense_tuning(x: Array, weights: Array, *, gated: bool = False) -> dense_products.Tuning | None:
+    """Of the kernel for these, None without."""
     tokens, depth = x.shape
-    columns = weights.size // depth
-    tuning = dense_products.tuning_for(tokens, depth, columns, gated=gate is not None)
+    tuning = dense_products.tuning_for(tokens, depth, weights.size // depth, gated=gated)
     if tuning is None:
         return None
     try:
@@ -213,7 +264,7 @@ def _by_kernel(x: Array, weights: Array, gate: Gate | None) -> Array | None:
         dense_products.check_supported(x, weights)
     except NotImplementedError:
         return None
-    return dense_products.dense_products(x, weights.reshape(depth, columns), gate=gate, tuning=tuning)
+    return tuning
 
 
 def _times(x: Array | Fp8Tokens, weights: Fp8Weights, config: ModelConfig, gate: Gate | None = None) -> Array:

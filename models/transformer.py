@@ -19,10 +19,19 @@ from models.config import ModelConfig
 from models.experts import expert_mlp
 from models.made_heads import LayerHeads, making
 from models.params import Params
-from models.products import added_norm, end_of_layer, ended, gated_product, has_layer_kernel, product
+from models.products import (
+    added_norm,
+    added_product,
+    end_of_layer,
+    ended,
+    gated_product,
+    has_layer_kernel,
+    may_add,
+    product,
+)
 from models.rope import rope_tables, rotate
 from models.shares import Share, over_devices
-from pallas_kernels.fp8_products import Fp8Tokens
+from pallas_kernels.dense_products import Scaled
 from pallas_kernels.layer_products import counters_of
 from pallas_kernels.norms import rms_norm
 
@@ -69,7 +78,7 @@ def _embed(table: Array, tokens: Array, config: ModelConfig, links: Array | None
 def _attention_inputs(
     layer_params: Params,
     x: Array,
-    added: Array | Share | None,
+    added: Array | Share | Scaled | None,
     heads: Array | None,
     cos: Array,
     sin: Array,
@@ -100,7 +109,7 @@ def _attention_inputs(
 
 @partial(jax.jit, static_argnames="config")
 def _heads_product(
-    layer_params: Params, x: Array, added: Array | Share | None, config: ModelConfig
+    layer_params: Params, x: Array, added: Array | Share | Scaled | None, config: ModelConfig
 ) -> tuple[Array, Array]:
     """(x + added, the product [1, T, H] of which attention makes its heads)."""
     with jax.named_scope("attn_norm"):
@@ -121,28 +130,39 @@ def _after_attention(
     counters: Array | None,
     config: ModelConfig,
     in_parts: bool = False,
-) -> tuple[Array, Array | Share | None, Array | None]:
-    """(x, what is to be added to it, the following layer's heads).
+) -> tuple[Array, Array | Share | Scaled | None, Array | None]:
+    """(x, what is to be added to it or its norm, see `added_norm`; the following layer's heads).
 
     `counters`: of `end_of_layer`, or there is none. `in_parts`: see `ended`.
     """
-    h = attended.reshape(x.shape[0], -1).astype(x.dtype)
+    h: Any = attended.reshape(x.shape[0], -1).astype(x.dtype)
     if counters is not None:
         with jax.named_scope("end_of_layer"):
             x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config), in_parts)
         return x, None, heads
+    routed = "router" in layer_params
+    weights = None if routed else layer_params["gate_up"]
     with jax.named_scope("attn_out"):
-        added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
-        if config.attn_out_bias:
-            added = _whole(added, config) + layer_params["attn_out_bias"]
-        if config.post_norms:
-            added = _norm(_whole(added, config), layer_params["attn_post_norm"], config)
+        normed = layer_params["attn_out"], x, layer_params["mlp_norm"], weights
+        done = added_product(h, *normed, config, gated=True)
+        if done is None:
+            added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
+            if config.attn_out_bias:
+                added = _whole(added, config) + layer_params["attn_out_bias"]
+            if config.post_norms:
+                added = _norm(_whole(added, config), layer_params["attn_post_norm"], config)
     with jax.named_scope("mlp_norm"):
-        routed = "router" in layer_params
-        weights = None if routed else layer_params["gate_up"]
-        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config)
+        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config) if done is None else done
     with jax.named_scope("mlp"):
-        h = expert_mlp(layer_params, h, config, there) if routed else _mlp(layer_params, h, config)
+        if routed:
+            h = expert_mlp(layer_params, h, config, there)
+        else:
+            h = gated_product(h, layer_params["gate_up"], config)
+            if following is not None:
+                normed = layer_params["down"], x, following["attn_norm"], following["qkv"]
+                if done := added_product(h, *normed, config):
+                    return *done, None
+            h = product(h, layer_params["down"], (config.hidden_size,), config)
         added = _shared(h, links, config)
         if config.post_norms:
             added = _norm(_whole(added, config), layer_params["mlp_post_norm"], config)
@@ -156,11 +176,6 @@ def _shared(h: Array, links: Array | None, config: ModelConfig) -> Array | Share
 
 def _whole(added: Array | Share, config: ModelConfig) -> Array:
     return over_devices(added, config) if isinstance(added, Share) else added
-
-
-def _mlp(layer_params: Params, h: Array | Fp8Tokens, config: ModelConfig) -> Array:
-    gated = gated_product(h, layer_params["gate_up"], config)
-    return product(gated, layer_params["down"], (config.hidden_size,), config)
 
 
 def check_tokens(config: ModelConfig, tokens: Any, there: Any = None) -> None:
@@ -223,7 +238,7 @@ def forward(
     layers = params["layers"]
     counters = counters_of(tokens) if has_layer_kernel(layers, x, config) else None
     # Of the layer before: a kernel may add it in the next one's norm, or has made the next one's heads already.
-    added: Array | Share | None = None
+    added: Any = None
     heads: Array | None = None
     if counters is not None and (whole := whole_layers.reaching(attend, x, config)):
         x, state = whole_layers.run(layers, x, rope, sliding_rope, whole, state, counters, config)
@@ -247,11 +262,12 @@ def forward(
                 else:
                     attended, state = attend(state, layer, q, k, v)
             following = None
-            if counters is not None and layer + 1 < len(layers):
+            if layer + 1 < len(layers) and (counters is not None or may_add(x, config)):
                 following = {name: layers[layer + 1][name] for name in ("attn_norm", "qkv")}
             x, added, heads = _after_attention(
                 layer_params, following, x, attended, there, links, counters, config, makes_heads is not None
             )
+    assert not isinstance(added, Scaled)  # no layer follows
     x = x if added is None else x + _whole(added, config)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]

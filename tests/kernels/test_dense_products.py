@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from benchmarks.dense_products import queries_as_result
 from benchmarks.gpu_program import as_on_hopper
-from models.products import gated_product, product
-from models.testing import tiny_config
+from models import products
+from models.products import added_product, gated_product, product
+from models.testing import random_params, tiny_config
+from models.transformer import forward
 from pallas_kernels import dense_products
-from pallas_kernels.dense_products import MOST_TOKENS, Tuning, tuning_for
+from pallas_kernels.dense_products import (
+    MOST_TOKENS,
+    Tuning,
+    added_products_reference,
+    dense_products_reference,
+    tuning_for,
+)
 from pallas_kernels.dense_products.tuning import STEP
 from pallas_kernels.support import num_sms
-from tests.kernels.dense_cases import check_products
+from tests.kernels.dense_cases import check_added, check_products
+from tests.kernels.expert_cases import relative_error
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,21 @@ from tests.kernels.dense_cases import check_products
 def test_kernel_in_the_interpreter(tokens, depth, columns, gate, tuning):
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     check_products(tokens, depth, columns, gate, tuning, "float16", interpret)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "depth", "columns", "tuning", "gates"),
+    [
+        (72, 128, 256, Tuning(columns=128), Tuning(columns=64)),
+        (40, 256, 128, Tuning(columns=64), Tuning(columns=128)),
+        (8, 256, 128, Tuning(columns=64, splits=2), Tuning(columns=128)),
+    ],
+    ids=["two warpgroups, two stores", "one", "split"],
+)
+def test_residual_and_norm_in_the_interpreter(tokens, depth, columns, tuning, gates):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    check_added(tokens, depth, columns, tuning, "silu", gates, 1.0, interpret)
     assert not gpu_callbacks.get_races().races_found
 
 
@@ -109,11 +134,11 @@ def asked(monkeypatch):
     """Gates of the products that models have the kernel for."""
     gates = []
 
-    def products(x, weights, *, gate, tuning):
+    def asked_for(x, weights, *, gate, eps, tuning):
         gates.append(gate)
         return jnp.zeros((len(x), weights.shape[1] // (2 if gate else 1)), x.dtype)
 
-    monkeypatch.setattr(dense_products, "dense_products", products)
+    monkeypatch.setattr(dense_products, "dense_products", asked_for)
     return gates
 
 
@@ -153,3 +178,34 @@ def test_models_have_the_kernel_on_gpus_on_which_it_was_measured(asked, monkeypa
             )
             trace()
     assert asked == [None, "silu"]
+
+
+def test_layers_with_norms_behind_products(monkeypatch):
+    """As on a GPU, with references for the kernels: close to layers whose norms are their own."""
+    config = tiny_config(num_layers=3, norm_offset=1.0)
+    params = random_params(config, 1, jnp.bfloat16)
+    tokens = jnp.arange(40, dtype=jnp.int32)
+
+    def logits(name):
+        attend = queries_as_result
+        return forward(params, config.replace(name=name), tokens, tokens, attend, ())[0]
+
+    def added_products(*args, tuning, **options):
+        calls.append(tuning)
+        return added_products_reference(*args, **options)
+
+    expected, calls = logits("apart"), []
+    monkeypatch.setattr(products, "_dense_tuning", lambda *_, **__: Tuning(columns=64))
+    monkeypatch.setattr(dense_products, "takes", lambda tokens: tokens == 40)
+    monkeypatch.setattr(dense_products, "added_products", added_products)
+    monkeypatch.setattr(
+        dense_products,
+        "dense_products",
+        lambda *args, tuning, **more: dense_products_reference(*args, **more),
+    )
+    found = logits("together")
+    assert len(calls) == 2 + 1  # traced once for all layers but the last, whose norm is not of all tokens
+    assert relative_error(found, expected) < 0.03
+    for other in ({"post_norms": True}, {"attn_out_bias": True}):
+        assert added_product(*[jnp.ones((40, 64), jnp.bfloat16)] * 5, config.replace(**other)) is None
+    assert added_product(*[jnp.ones((40, 64), jnp.float16)] * 5, config) is None

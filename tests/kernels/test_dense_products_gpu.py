@@ -8,7 +8,7 @@ from models.products import gated_product, product
 from models.testing import tiny_config
 from pallas_kernels.dense_products import Tuning
 from pallas_kernels.gates import in_halves
-from tests.kernels.dense_cases import check_products
+from tests.kernels.dense_cases import check_added, check_products
 from tests.kernels.expert_cases import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +45,21 @@ def test_products_of_models(tokens, depth, columns, gate, tuning, dtype):
 )
 def test_other_cuts(tokens, depth, columns, gate, tuning):
     check_products(tokens, depth, columns, gate, tuning, "bfloat16")
+
+
+@pytest.mark.parametrize("tokens", [8, 40, 72, 128])
+@pytest.mark.parametrize(
+    ("depth", "columns", "tuning", "gate", "gates"),
+    [
+        (4096, 4096, Tuning(columns=64, splits=2), "silu", Tuning(columns=128)),
+        (14336, 4096, Tuning(columns=64, splits=2), "gelu", Tuning(columns=64)),
+        (9728, 2560, Tuning(columns=64, splits=2), "silu", Tuning(columns=64)),
+        (2560, 4096, Tuning(columns=64), "silu", Tuning(columns=128)),
+        (576, 1536, Tuning(columns=128), "silu", Tuning(columns=64)),
+    ],
+)
+def test_residual_and_norm(tokens, depth, columns, tuning, gate, gates):
+    check_added(tokens, depth, columns, tuning, gate, gates, 1.0 if gate == "gelu" else 0.0)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
