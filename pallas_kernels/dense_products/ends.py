@@ -32,31 +32,42 @@ def _columns(cfg: Config, offset: int = 0, count: int | None = None) -> Any:
     return pl.ds(pl.multiple_of(first, min(count, cfg.stored)), count)
 
 
-def begin(cfg: Config, wg: Any, refs: dict[str, Any]) -> None:
-    """Asks for the residual, and reads sums of squares while the first weights are on their way."""
+def begin(cfg: Config, wg: Any, refs: dict[str, Any]) -> list[jax.Array]:
+    """Asks for the residual, and reads sums of squares while the first weights are on their way.
+
+    Returns the norm's weights f32[stored], of each columns that are stored at once.
+    """
+    norms = []
     if cfg.adds and not cfg.in_parts:
         for n in range(cfg.own // cfg.stored):
             columns = _columns(cfg, n * cfg.stored, cfg.stored)
             source = refs["residual"].at[pl.ds(wg * TOKENS, TOKENS), columns]
             plgpu.copy_gmem_to_smem(source, refs["residual_s"].at[wg, n], refs["there"].at[wg])
+            weights = plgpu.load(refs["norm"].at[columns], layout=BY_COLUMN, optimized=False)
+            norms.append(weights.astype(f32) + cfg.offset)
     if cfg.eps is not None:
         squares, layout = refs["squares"], plgpu.Layout.WG_STRIDED((PAIR,), 1)
         size = squares.shape[0] // cfg.warpgroups
         places = [pl.multiple_of(wg * size + first, PAIR) for first in range(0, size, PAIR)]
         pairs = [plgpu.load(squares.at[pl.ds(at, PAIR)], layout=layout, optimized=False) for at in places]
         refs["pair_s"].at[wg][...] = functools.reduce(jnp.add, pairs)
+    return norms
 
 
-def finish(cfg: Config, wg: Any, sums: tuple[jax.Array, ...], refs: dict[str, Any]) -> None:
+def finish(
+    cfg: Config, wg: Any, sums: tuple[jax.Array, ...], norms: list[jax.Array], refs: dict[str, Any]
+) -> None:
     """Stores what becomes of a warpgroup's sums; of a split depth with those that come from the cluster's other CTAs."""
     if cfg.splits > 1 and not cfg.interpreted:
         for mine in range(cfg.splits):  # which columns they are has to be known
-            pl.when(split(cfg) == mine)(functools.partial(_exchange, cfg, wg, mine, sums[0], refs))
+            pl.when(split(cfg) == mine)(functools.partial(_exchange, cfg, wg, mine, sums[0], norms, refs))
         return
-    _finish_all(cfg, wg, sums, refs)
+    _finish_all(cfg, wg, sums, norms, refs)
 
 
-def _exchange(cfg: Config, wg: Any, mine: int, sums: jax.Array, refs: dict[str, Any]) -> None:
+def _exchange(
+    cfg: Config, wg: Any, mine: int, sums: jax.Array, norms: list[jax.Array], refs: dict[str, Any]
+) -> None:
     """Sends the others' columns, and takes what comes of its own: `received` f32[splits - 1, TOKENS, own]."""
     received, sent = refs["received"].at[wg], refs["sent"].at[wg]
 
@@ -73,10 +84,12 @@ def _exchange(cfg: Config, wg: Any, mine: int, sums: jax.Array, refs: dict[str, 
     total = columns_of(mine)
     for n in range(cfg.splits - 1):
         total += plgpu.load(received.at[n], layout=plgpu.Layout.WGMMA, optimized=False)
-    _finish_all(cfg, wg, (total,), refs)
+    _finish_all(cfg, wg, (total,), norms, refs)
 
 
-def _finish_all(cfg: Config, wg: Any, sums: tuple[jax.Array, ...], refs: dict[str, Any]) -> None:
+def _finish_all(
+    cfg: Config, wg: Any, sums: tuple[jax.Array, ...], norms: list[jax.Array], refs: dict[str, Any]
+) -> None:
     """Of the columns that the CTA finishes, whose sums are all there."""
     if cfg.eps is not None:
         factors = _factors(refs["pair_s"].at[wg], cfg.depth, cfg.eps)
@@ -88,7 +101,7 @@ def _finish_all(cfg: Config, wg: Any, sums: tuple[jax.Array, ...], refs: dict[st
         opened = gated_sums(gates, values, cfg.gate, refs["out"].dtype)
         _store(cfg, wg, opened, refs["out"], refs["out_s"].at[wg])
     elif cfg.adds:
-        _add(cfg, wg, sums[0], refs)
+        _add(cfg, wg, sums[0], norms, refs)
     else:
         _store(cfg, wg, sums[0], refs["out"], refs["out_s"].at[wg])
 
@@ -114,12 +127,12 @@ def _store(cfg: Config, wg: Any, results: jax.Array, out: Any, out_s: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add(cfg: Config, wg: Any, sums: jax.Array, refs: dict[str, Any]) -> None:
+def _add(cfg: Config, wg: Any, sums: jax.Array, norms: list[jax.Array], refs: dict[str, Any]) -> None:
     """Sums [TOKENS, own] and the residual, that times the norm's weights, and its sums of squares."""
     rows, out_s, dtype = pl.ds(wg * TOKENS, TOKENS), refs["out_s"].at[wg], refs["out"].dtype
     plgpu.barrier_wait(refs["there"].at[wg])
     squares: Any = f32(0)
-    for n in range(cfg.own // cfg.stored):
+    for n, weights in enumerate(norms):
         offset = n * cfg.stored
         columns, held = _columns(cfg, offset, cfg.stored), refs["residual_s"].at[wg, n]
         residual = plgpu.load(held, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -127,8 +140,6 @@ def _add(cfg: Config, wg: Any, sums: jax.Array, refs: dict[str, Any]) -> None:
         total = (residual.astype(f32) + added.astype(f32)).astype(dtype)
         numbers = total.astype(f32)
         squares += jnp.sum(numbers * numbers, axis=1)
-        weights = plgpu.load(refs["norm"].at[columns], layout=BY_COLUMN, optimized=False)
-        weights = weights.astype(f32) + cfg.offset
         if offset:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = (numbers * lax.broadcast_in_dim(weights, numbers.shape, [1])).astype(dtype)

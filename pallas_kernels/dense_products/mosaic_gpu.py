@@ -106,8 +106,8 @@ def _kernel(cfg: Config, dtype: Any, gmem: dict[str, Any]) -> None:
         def _compute_all() -> None:
             if wgs == 2:
                 plgpu.set_max_registers(COMPUTING, action="increase")
-            ends.begin(cfg, wg, refs)
-            ends.finish(cfg, wg, _sums(cfg, wg, refs), refs)
+            norms = ends.begin(cfg, wg, refs)
+            ends.finish(cfg, wg, _sums(cfg, wg, refs), norms, refs)
 
         @pl.when(wg == wgs)
         def _load_all() -> None:
