@@ -149,6 +149,8 @@ def _load(cfg: Config, refs: dict[str, Any]) -> None:
         refs[name] for name in ("x", "weights", "x_s", "weights_s", "full", "free")
     )
     per_half = weights.shape[1] // cfg.halves
+    # What lies behind the tokens' rows is multiplied, too, and nothing of it is kept. The interpreter wants it to be there.
+    rows = x_s.shape[1] if cfg.interpreted else x.shape[0]
 
     def one_step(j: Any, nothing: Any) -> None:
         slot = lax.rem(j, i32(cfg.stages))
@@ -162,7 +164,8 @@ def _load(cfg: Config, refs: dict[str, Any]) -> None:
             first = pl.multiple_of(half * per_half + lax.axis_index("tile") * cfg.columns, cfg.columns)
             held = weights.at[deep, pl.ds(first, cfg.columns)]
             load_once(held, weights_s.at[slot, half], full.at[slot])
-        plgpu.copy_gmem_to_smem(x.at[first_rows(x_s.shape[1], j), deep], x_s.at[slot], full.at[slot])
+        source = x.at[first_rows(rows, j), deep]
+        plgpu.copy_gmem_to_smem(source, x_s.at[slot, pl.ds(0, rows)], full.at[slot])
 
     lax.fori_loop(0, cfg.steps, one_step, None)
 
