@@ -10,7 +10,7 @@
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
-  python -m benchmarks.decode_step --apart --heads-apart --by-token --ordinary-loads --xla-plan
+  python -m benchmarks.decode_step --apart --heads-apart --norms-apart --in-a-row --ordinary-loads
                                                    and what else a step is compared with: see --help
   python -m benchmarks.decode_step --any-gpu       with those of our kernels, too, that no engine takes on this GPU
 
@@ -26,18 +26,16 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import tangram_jax as tj
+from benchmarks.decode_ways import PRODUCTS, WAYS, on_any_gpu
 from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
 from benchmarks.options import add_heads_per_page
 from benchmarks.shapes import LLAMA_8B, SHAPES
@@ -45,12 +43,8 @@ from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
 from models.params import ParamSpec, map_specs, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
-from pallas_kernels import byte_pages, decode_layer, dense_products, layer_products, ragged_decode, read_once
+from pallas_kernels import byte_pages, decode_layer, ragged_decode
 from pallas_kernels.expert_products import mxfp4
-from pallas_kernels.layer_products import by_tile, device_ops, phases
-from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
-from pallas_kernels.layer_products import tuning as layer_tuning
-from pallas_kernels.ragged_decode import plan as decode_plan
 from tangram_jax.grouping import CLUSTERS, heads_per_page_for
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -60,85 +54,6 @@ TAIL = 64  # tokens that each row has pages for beside those that it begins with
 IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
-PRODUCTS = (layer_products, dense_products)  # kernels of products, but for those of a single one in FP8
-
-
-@contextlib.contextmanager
-def without(*kernels: ModuleType) -> Iterator[None]:
-    """Nothing is traced with these of PRODUCTS; a model that was traced before needs another name for that."""
-    with contextlib.ExitStack() as stack:
-        for kernel in kernels:
-            stack.enter_context(mock.patch.object(kernel, "tuning_for", return_value=None))
-        yield
-
-
-@contextlib.contextmanager
-def patched(*patches: Any) -> Iterator[None]:
-    """What is within calls of `mock.patch.object`, of which no kernel that was traced before knows, nor any after it."""
-    jax.clear_caches()
-    try:
-        with contextlib.ExitStack() as stack:
-            for target, name, value in patches:
-                stack.enter_context(mock.patch.object(target, name, value))
-            yield
-    finally:
-        jax.clear_caches()
-
-
-def three_loads(*args: Any, **options: Any) -> layer_products.Tuning | None:
-    """`layer_products.tuning_for`, with as many loads of weights under way for few tokens as for many."""
-    tuning = layer_tuning.tuning_for(*args, **options)
-    return tuning and replace(tuning, ahead=layer_products.Tuning.ahead)
-
-
-WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
-    "xla-products": (
-        partial(without, *PRODUCTS),
-        "with XLA's products alone, or those with FP8 weights each by itself",
-    ),
-    "apart": (
-        partial(without, decode_layer),
-        "with kernels of their own for a layer's attention and its products",
-    ),
-    "heads-apart": (
-        partial(patched, (ragged_decode, "makes_heads", lambda *_, **__: False)),
-        "with other kernels for heads, where attention makes them",
-    ),
-    "by-token": (
-        partial(patched, (layer_kernel, "adds_by_tile", lambda *_: False)),
-        "with one CTA for each token that adds up parts of a layer's products",
-    ),
-    "ordinary-loads": (
-        partial(
-            patched,
-            (read_once, "EVICT_FIRST", read_once.EVICT_NORMAL),
-            (device_ops, "forget", lambda _: None),
-            (by_tile, "forget", lambda *_: None),
-        ),
-        "with loads that do not tell the L2 what is read once",
-    ),
-    "xla-plan": (
-        partial(patched, (decode_plan, "_has_kernel", lambda _: False)),
-        "with XLA's plan of a step",
-    ),
-    "last-idle": (
-        partial(
-            patched,
-            (phases, "spread", lambda cta, working, _: (cta, cta < working)),
-            (layer_products, "tuning_for", three_loads),
-        ),
-        "with three loads under way in a layer's products, and the last CTAs idle where there is work for fewer",
-    ),
-}
-
-
-def on_any_gpu(tuning: dict[str, Any]) -> Any:
-    """Within it a kernel with these records is taken on devices on which it was not measured, too."""
-
-    def everywhere(of: Any) -> Any:
-        return replace(of, **{each.name: ("",) for each in fields(of) if each.name.startswith("kinds")})
-
-    return mock.patch.dict(tuning, {key: everywhere(of) for key, of in tuning.items()})
 
 
 def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:

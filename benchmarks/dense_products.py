@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode_step import PRODUCTS, on_any_gpu, random_weights, without
+from benchmarks.decode_step import random_weights
+from benchmarks.decode_ways import PRODUCTS, on_any_gpu, without
 from benchmarks.gpu_timing import kernels_of
 from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.decode_step import PRODUCTS, on_any_gpu, without
+from benchmarks.decode_ways import PRODUCTS, on_any_gpu, without
 from benchmarks.dense_products import Row, layer_us, model
 from benchmarks.measured import main_of_rows
 from pallas_kernels import layer_products

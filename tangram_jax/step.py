@@ -19,6 +19,7 @@ from models.transformer import forward
 from pallas_kernels import dense_products, fp8_products
 from pallas_kernels.decode_layer import Heads, Made
 from pallas_kernels.layer_products import Tuning
+from tangram_jax import cuda_graphs
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
@@ -173,7 +174,7 @@ def compiler_options(devices: int = 1, *, linked: bool = False, alone: bool = Fa
             "xla_gpu_enable_command_buffer": IN_GRAPHS if linked else f"{IN_GRAPHS},COLLECTIVES",
         }
     elif alone:
-        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        options |= cuda_graphs.SIDE_BY_SIDE
     return options
 
 

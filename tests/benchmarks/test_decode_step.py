@@ -6,27 +6,32 @@ import sys
 import pytest
 
 from benchmarks import decode_step
+from benchmarks.decode_ways import WAYS, on_any_gpu
 from benchmarks.gpu_program import as_on_hopper
+from models import products, transformer
 from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
 from pallas_kernels.ragged_decode import plan as decode_plan
+from tangram_jax import cuda_graphs
 
 REPLACED = {
     "xla-products": [(layer_products, "tuning_for"), (dense_products, "tuning_for")],
     "apart": [(decode_layer, "tuning_for")],
     "heads-apart": [(ragged_decode, "makes_heads")],
     "by-token": [(layer_kernel, "adds_by_tile")],
+    "norms-apart": [(products, "may_add"), (transformer, "may_add")],
+    "in-a-row": [(cuda_graphs, "SIDE_BY_SIDE")],
     "ordinary-loads": [(read_once, "EVICT_FIRST"), (device_ops, "forget"), (by_tile, "forget")],
     "xla-plan": [(decode_plan, "_has_kernel")],
     "last-idle": [(phases, "spread"), (layer_products, "tuning_for")],
 }
 
 
-@pytest.mark.parametrize("name", decode_step.WAYS)
+@pytest.mark.parametrize("name", WAYS)
 def test_what_a_way_replaces_is_there_again_after_it(name):
     before = [getattr(*place) for place in REPLACED[name]]
-    with decode_step.WAYS[name][0]():
+    with WAYS[name][0]():
         assert all(getattr(*place) is not value for place, value in zip(REPLACED[name], before, strict=True))
     assert [getattr(*place) for place in REPLACED[name]] == before
 
@@ -56,9 +61,9 @@ def test_rows_are_compared_with_the_engines_way(monkeypatch, tmp_path):
 
 def test_three_loads():
     columns = 4096, 4096, 14336, 6144
-    with as_on_hopper(), decode_step.on_any_gpu(layer_products.tuning.TUNING):
+    with as_on_hopper(), on_any_gpu(layer_products.tuning.TUNING):
         assert [layer_products.tuning_for(tokens, *columns).ahead for tokens in (1, 32, 64)] == [4, 4, 3]
-        with decode_step.WAYS["last-idle"][0]():
+        with WAYS["last-idle"][0]():
             assert layer_products.tuning_for(32, *columns).ahead == 3
 
 

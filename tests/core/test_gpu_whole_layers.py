@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from benchmarks.decode_step import WAYS, on_any_gpu, without
+from benchmarks.decode_ways import WAYS, on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs

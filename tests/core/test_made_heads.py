@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tangram_jax as tj
-from benchmarks.decode_step import without
+from benchmarks.decode_ways import without
 from benchmarks.gpu_program import as_on_hopper
 from models.testing import random_params, tiny_config
 from pallas_kernels import byte_pages, decode_layer

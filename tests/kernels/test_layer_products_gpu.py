@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.decode_step import PRODUCTS, on_any_gpu, without
+from benchmarks.decode_ways import PRODUCTS, on_any_gpu, without
 from benchmarks.dense_products import queries_as_result
 from benchmarks.shapes import SHAPES
 from models.params import map_specs, param_specs
