@@ -159,7 +159,8 @@ def compiler_options(devices: int = 1, *, linked: bool = False, alone: bool = Fa
 
     `alone`: a step of decode tokens without a chunk. On one GPU its CUDA graph has kernels side by side that do not depend
     on each other, as the plan and the first heads. Kernels whose CTAs wait for each other must not be: each may get a part
-    of the multiprocessors. In a decode step each of these depends on the one before; with a chunk that is not said.
+    of the multiprocessors. In a decode step each of these depends on the one before; with a chunk that is not said. (What
+    ours write of their operands, counters, is safe: XLA counts all that a custom call is given as written by it.)
 
     Over several GPUs all-reduces are NCCL's, within the CUDA graph of what is around them. XLA's own kernels for small ones
     are in none, so that the host starts four pieces a layer one after another. But a graph with something of NCCL's is
