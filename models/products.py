@@ -74,7 +74,9 @@ def added_product(
     if not may_add(x, config):
         return None
     tuning = _dense_tuning(tokens, weights)
-    if tuning is None or _dense_tuning(x, following, gated=gated) is None:
+    if tuning is None or not tuning.leaves_squares(x.shape[1]):
+        return None
+    if _dense_tuning(x, following, gated=gated) is None:
         return None
     weights = weights.reshape(tokens.shape[1], -1)
     return dense_products.added_products(tokens, weights, x, norm, offset=config.norm_offset, tuning=tuning)
@@ -83,7 +85,8 @@ def added_product(
 def may_add(x: Float[Array, "T E"], config: ModelConfig) -> bool:
     """Whether `added_product` may have a kernel for some weights."""
     apart = config.post_norms or config.attn_out_bias or config.tensor_axis is not None
-    return not apart and x.dtype == jnp.bfloat16 and dense_products.takes(len(x))
+    others = config.weights_fp8 or config.num_experts
+    return not (apart or others) and x.dtype == jnp.bfloat16 and dense_products.takes(len(x))
 
 
 def product(

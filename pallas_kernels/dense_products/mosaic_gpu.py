@@ -49,6 +49,8 @@ def dense_products_mosaic_gpu(
     halves, splits, wgs = 2 if gate else 1, tuning.splits, warpgroups(tokens)
     if depth % (STEP * splits) or columns % (tuning.columns * halves) or (gate and splits > 1):
         raise ValueError(f"weights {weights.shape} cannot be cut by {tuning}")
+    if following and not tuning.leaves_squares(columns):
+        raise ValueError(f"{columns} columns are an odd number of parts by {tuning}")
     interpreted, steps = interpret is not None, depth // splits // STEP
     cfg = Config(
         warpgroups=wgs, halves=halves, columns=tuning.columns, splits=splits, steps=steps, depth=depth, gate=gate,
@@ -59,8 +61,6 @@ def dense_products_mosaic_gpu(
     if cfg.in_parts:
         made["out"] = jax.ShapeDtypeStruct((splits, *made["out"].shape), f32)
     elif following:
-        if columns % (2 * cfg.own):
-            raise ValueError(f"{columns} columns are no even number of parts of {cfg.own}")
         given |= dict(zip(("residual", "norm"), following, strict=True))
         made |= {"normed": made["out"], "squares_out": squares_shape(tokens, columns, cfg.own)}
 

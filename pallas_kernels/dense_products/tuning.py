@@ -19,6 +19,10 @@ class Tuning:
     columns: int  # of the weights, a CTA's; of gated ones as many gates, and as many others
     splits: int = 1  # of the depth, each a CTA of a cluster, which adds the parts up
 
+    def leaves_squares(self, columns: int) -> bool:
+        """Whether `added_products` can be cut so: an even number of CTAs finishes some of the columns each."""
+        return columns // self.columns * self.splits % 2 == 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:

@@ -129,6 +129,16 @@ def test_what_has_no_kernel_is_said():
         )
 
 
+def test_sums_that_are_of_too_few_or_no_bfloat16():
+    x, weights, norm = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((64, 192), jnp.bfloat16), jnp.ones(192)
+    given = {"tuning": Tuning(columns=64), "interpret": plgpu.InterpretGPUParams()}
+    with pytest.raises(ValueError, match="192 columns are an odd number of parts"):
+        dense_products.added_products(x, weights, jnp.ones((8, 192), jnp.bfloat16), norm, **given)
+    with pytest.raises(ValueError, match="norm's factors come take bfloat16"):
+        dense_products.added_products(x, weights, jnp.ones((8, 192), jnp.float16), norm, **given)
+    assert Tuning(columns=64, splits=2).leaves_squares(192)
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """Gates of the products that models have the kernel for."""
@@ -182,7 +192,7 @@ def test_models_have_the_kernel_on_gpus_on_which_it_was_measured(asked, monkeypa
 
 def test_layers_with_norms_behind_products(monkeypatch):
     """As on a GPU, with references for the kernels: close to layers whose norms are their own."""
-    config = tiny_config(num_layers=3, norm_offset=1.0)
+    config = tiny_config(num_layers=3, hidden_size=128, norm_offset=1.0)
     params = random_params(config, 1, jnp.bfloat16)
     tokens = jnp.arange(40, dtype=jnp.int32)
 
