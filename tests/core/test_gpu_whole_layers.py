@@ -14,26 +14,28 @@ from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
 from models.products import has_layer_kernel
 from pallas_kernels import decode_layer, layer_products
+from tangram_jax.step import compiler_options
 
 pytestmark = pytest.mark.gpu
 ROWS, TOKENS, STEPS = 5, 300, 3
 
 
-def steps(config, params):
-    """(Logits of decode steps of some requests after prompts, the cache)."""
+def steps(config, params, slots=6, options=None):
+    """(Logits of decode steps of some requests after prompts, the cache). slots: decode slots, with the empty ones."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
     plan = tj.CachePlan.build(profile, 4, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
     cache = tj.init_cache(
         plan, config, num_pages=600, max_requests=ROWS, max_tokens=512, max_tail=64, dtype=jnp.bfloat16
     )
     chunk = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
-    step = jax.jit(tj.decode_step, static_argnums=(1, 2))
+    step = jax.jit(tj.decode_step, static_argnums=(1, 2), compiler_options=options)
     for row in range(ROWS - 1):  # the last one is without pages
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(TOKENS), np.int32(8))
         given = {"row": np.int32(row), "count": np.int32(TOKENS - 60 * row)}
         tokens = (np.arange(TOKENS, dtype=np.int32) * (row + 3)) % config.vocab_size
         _, cache = chunk(params, config, plan, cache, scorer=tj.get_scorer("snapkv"), tokens=tokens, **given)
-    rows, logits = np.array([2, 0, ROWS, 3, ROWS - 1, 1], np.int32), []
+    rows, logits = np.full(slots, ROWS, np.int32), []
+    rows[:6] = 2, 0, ROWS, 3, ROWS - 1, 1
     for n in range(STEPS):
         out, cache = step(params, config, plan, cache, rows=rows, tokens=rows * 7 + n)
         logits.append(out[np.array([0, 1, 3, 5])])
@@ -74,6 +76,39 @@ def test_steps_with_heads_made(shape, changes):
         with without(decode_layer), contextlib.nullcontext() if made else WAYS["heads-apart"][0]():
             outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
     check_same(*outs)
+
+
+@pytest.mark.parametrize("slots", [40, 72, 128])
+def test_steps_with_norms_behind_products(slots):
+    config = SHAPES["llama-3.1-8b"].replace(num_layers=3, vocab_size=1024, qk_norm=True)
+    params, outs = weights_of(config), []
+    for behind in (True, False):
+        with (
+            without(decode_layer, layer_products),
+            contextlib.nullcontext() if behind else WAYS["norms-apart"][0](),
+        ):
+            outs.append(steps(config.replace(name=f"{config.name}, {behind} {slots}"), params, slots))
+    check_same(*outs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ("llama-3.1-8b", {}),
+        ("qwen3-30b-a3b", {"num_experts": 16}),
+        ("gemma-3-12b", {"sliding_layers": (0, 1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [6, 128])
+def test_kernels_side_by_side_change_nothing(shape, changes, slots):
+    config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
+    params = weights_of(config)
+    options = [compiler_options(alone=alone) for alone in (False, True)]
+    assert options[0] != options[1]
+    one, other = (steps(config, params, slots, each) for each in options)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_steps_in_fp8():
