@@ -271,10 +271,10 @@ def forward(
     x = x if added is None else x + _whole(added, config)
     if logits_at is not None:
         x, there = x[logits_at], there if there is None else there[logits_at]
-    if there is not None:  # the attention of padding may be anything
-        x = jnp.where(there[:, None], x, 0)
     with jax.named_scope("head"):
         x = _norm(x, params["final_norm"], config)
+        if there is not None:  # the attention of padding may be anything
+            x = jnp.where(there[:, None], x, 0)
         if config.tie_embeddings:
             logits = jnp.einsum("te,ve->tv", x, params["embed"], preferred_element_type=jnp.float32)
         else:

@@ -78,10 +78,10 @@ def step(
         each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
         more = _missing_slots(config, beside + decode.tokens.size, each)
         decode, empty = _with_empty(decode, more, cache), more * each
-    tokens, positions, logits_at, there = _flatten(cache, chunks, decode, all_logits)
-    wanted = len(logits_at) - empty
-    if chunks:  # else the head might have one token alone, of which see `_missing_slots`
-        logits_at = logits_at[:wanted]
+    tokens, positions, places, there = _flatten(cache, chunks, decode, all_logits)
+    wanted = len(places) - empty
+    # Of decode tokens alone those of all: the head might have one token alone otherwise, see `_missing_slots`.
+    logits_at = places[:wanted] if chunks else None
     ends = np.cumsum([part.tokens.shape[0] for part in chunks], dtype=int).tolist()
     dtype = params["embed"].dtype
     of_chunks = [
