@@ -23,13 +23,12 @@ def split(cfg: Config) -> Any:
     return lax.axis_index("split") if cfg.splits > 1 else i32(0)
 
 
-def _columns(cfg: Config, offset: int = 0, count: int | None = None) -> Any:
-    """Of those that the CTA finishes."""
+def _columns(cfg: Config, offset: int) -> Any:
+    """Of those that the CTA finishes, as many as are stored at once."""
     first = lax.axis_index("tile") * cfg.columns + offset
     if not cfg.in_parts:
-        first += split(cfg) * (cfg.own if cfg.splits > 1 else 0)
-    count = cfg.own if count is None else count
-    return pl.ds(pl.multiple_of(first, min(count, cfg.stored)), count)
+        first += split(cfg) * cfg.own
+    return pl.ds(pl.multiple_of(first, cfg.stored), cfg.stored)
 
 
 def begin(cfg: Config, wg: Any, refs: dict[str, Any]) -> list[jax.Array]:
@@ -40,7 +39,7 @@ def begin(cfg: Config, wg: Any, refs: dict[str, Any]) -> list[jax.Array]:
     norms = []
     if cfg.adds and not cfg.in_parts:
         for n in range(cfg.own // cfg.stored):
-            columns = _columns(cfg, n * cfg.stored, cfg.stored)
+            columns = _columns(cfg, n * cfg.stored)
             source = refs["residual"].at[pl.ds(wg * TOKENS, TOKENS), columns]
             plgpu.copy_gmem_to_smem(source, refs["residual_s"].at[wg, n], refs["there"].at[wg])
             weights = plgpu.load(refs["norm"].at[columns], layout=BY_COLUMN, optimized=False)
@@ -123,7 +122,7 @@ def _store(cfg: Config, wg: Any, results: jax.Array, out: Any, out_s: Any) -> No
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_s[...] = results[:, offset : offset + cfg.stored].astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, out.at[rows, _columns(cfg, offset, cfg.stored)])
+        plgpu.copy_smem_to_gmem(out_s, out.at[rows, _columns(cfg, offset)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -134,7 +133,7 @@ def _add(cfg: Config, wg: Any, sums: jax.Array, norms: list[jax.Array], refs: di
     squares: Any = f32(0)
     for n, weights in enumerate(norms):
         offset = n * cfg.stored
-        columns, held = _columns(cfg, offset, cfg.stored), refs["residual_s"].at[wg, n]
+        columns, held = _columns(cfg, offset), refs["residual_s"].at[wg, n]
         residual = plgpu.load(held, layout=plgpu.Layout.WGMMA, optimized=False)
         added = sums[:, offset : offset + cfg.stored].astype(dtype)
         total = (residual.astype(f32) + added.astype(f32)).astype(dtype)
@@ -148,7 +147,7 @@ def _add(cfg: Config, wg: Any, sums: jax.Array, norms: list[jax.Array], refs: di
         plgpu.copy_smem_to_gmem(held, refs["out"].at[rows, columns])
         plgpu.copy_smem_to_gmem(out_s, refs["normed"].at[rows, columns])
     parts = refs["squares_out"].shape[0] // (cfg.warpgroups * TOKENS)
-    part = lax.axis_index("tile") * (1 if cfg.interpreted else cfg.splits) + split(cfg)
+    part = lax.axis_index("tile") * cfg.splits + split(cfg)
     place = pl.ds(pl.multiple_of((wg * parts + part) * TOKENS, TOKENS), TOKENS)
     put(refs["squares_out"].at[place], squares)
     plgpu.wait_smem_to_gmem(0)
