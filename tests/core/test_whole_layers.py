@@ -69,7 +69,11 @@ def test_steps_with_anything_else_have_none(whole):
 
 @pytest.mark.parametrize(
     ("most_narrow", "changes"),
-    [(4, {}), pytest.param(3, {}, marks=pytest.mark.slow), (3, {"num_heads": 32, "num_kv_heads": 1})],
+    [
+        (4, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"num_heads": 32, "num_kv_heads": 1}, marks=pytest.mark.slow),
+    ],
     ids=["gates of 64 columns", "of 128", "most queries"],
 )
 def test_whole_layers_lower(most_narrow, changes, monkeypatch, caplog):
