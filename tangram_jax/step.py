@@ -212,9 +212,9 @@ def decode_step(
     """Append `tokens` i32[B] to `rows` i32[B] (a number of no row is an empty slot) and return logits f32[B, V].
 
     Jit it with `model_config` and `plan` static and the cache donated, and on a GPU with `compiler_options(alone=True)`,
-    which makes a step some microseconds shorter. No row may be there twice. Each row's tail must be
-    reserved, and may not hold more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose
-    some of what is kept. A row without pages for its token is left out.
+    which makes a step some microseconds shorter. No row may be there twice. Each row's tail must be reserved, and may not
+    hold more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose some of what is kept.
+    A row without pages for its token is left out.
     """
     return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
 
