@@ -23,13 +23,14 @@ def threads_for(share: float) -> int:
     return max(1, min(MOST_THREADS, int(cores * share)))
 
 
-def compile_all(programs: list[Program], threads: dict[Any, int]) -> Iterator[str]:
-    """Compiles all of them, those of a function in so many threads; yields the name of what is traced or waited for.
+def compile_all(programs: list[Program], threads: dict[tuple[Any, ...], int]) -> Iterator[str]:
+    """Compiles all of them, those of some functions in so many threads; yields the name of what is traced or waited for.
 
     Tracing holds Python's lock, compiling does not. A call of the function with the same arguments finds what was compiled.
     What fails is raised as soon as it is known, and nothing more is begun.
     """
-    pools = {function: ThreadPoolExecutor(count) for function, count in threads.items()}
+    pools = {functions: ThreadPoolExecutor(count) for functions, count in threads.items()}
+    pool_of = {function: pool for functions, pool in pools.items() for function in functions}
     compiled: list[Future[Any]] = []
     try:
         for name, function, arguments, static in programs:
@@ -38,7 +39,7 @@ def compile_all(programs: list[Program], threads: dict[Any, int]) -> Iterator[st
                 if future.done():
                     future.result()
             lowered = function.trace(*arguments(), **static).lower()
-            compiled.append(pools[function].submit(lowered.compile))
+            compiled.append(pool_of[function].submit(lowered.compile))
         for program, future in zip(programs, compiled, strict=True):
             yield program.name
             future.result()

@@ -271,7 +271,7 @@ class Runner(RowCopies):
         steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
         few = threads_for(1 / 8)
         sampler = self.sampler
-        threads = dict.fromkeys(self._steps, steps) | {sampler.run: few, sampler.run_drafts: few}
+        threads = {self._steps: steps, (sampler.run,): few, (sampler.run_drafts,): few}
         yield from compile_all(programs, threads)
         for name, function, arguments, static in programs:
             yield name

@@ -36,7 +36,7 @@ def test_calls_find_what_was_compiled(compilations):
     programs = [*programs_of(f, (3, 5)), *programs_of(g, (3,))]
     arguments = [p.arguments() for p in programs]  # making them compiles too
     compilations.clear()
-    names = list(compile_all(programs, {f: 2, g: 1}))
+    names = list(compile_all(programs, {(f,): 2, (g,): 1}))
     assert names == 2 * ["size 3", "size 5", "size 3"]
     assert len(compilations) == 3
     for program, args in zip(programs, arguments, strict=True):
@@ -70,7 +70,7 @@ def test_a_program_that_fails_is_raised_before_the_rest_is_traced():
     traced = []
     programs = [stub.program("first", fail), *(stub.program(str(n)) for n in range(50))]
     with pytest.raises(MemoryError, match="too large"):
-        for name in compile_all(programs, {stub: 1}):
+        for name in compile_all(programs, {(stub,): 1}):
             traced.append(name)
             time.sleep(0.01)
     assert len(traced) < 50
@@ -91,8 +91,26 @@ def test_what_cannot_be_traced_cancels_what_waits():
         Program("wrong", stub, wrong, {}),
     ]
     with pytest.raises(ValueError, match="no such shape"):
-        list(compile_all(programs, {stub: 1, other: 1}))
+        list(compile_all(programs, {(stub,): 1, (other,): 1}))
     assert (stub.begun, other.begun) == (["one"], ["two"])
+
+
+def test_functions_share_threads():
+    stubs, running, most = (Stub(), Stub()), set(), 0
+
+    def run(name: str) -> None:
+        nonlocal most
+        running.add(name)
+        most = max(most, len(running))
+        time.sleep(0.01)
+        running.discard(name)
+
+    programs = [
+        stub.program(name, lambda name=name: run(name))
+        for stub, name in zip(stubs * 3, "abcdef", strict=True)
+    ]
+    assert list(compile_all(programs, {stubs: 1})) == [*"abcdef"] * 2
+    assert most == 1
 
 
 def test_threads_are_bounded():
