@@ -21,7 +21,6 @@ from pallas_kernels.decode_layer import Heads, Made
 from pallas_kernels.layer_products import Tuning
 from tangram_jax import cuda_graphs
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
-from tangram_jax.cuda_graphs import IN_GRAPHS
 from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places, starts_of
 from tangram_jax.plan import CachePlan
@@ -172,7 +171,7 @@ def compiler_options(devices: int = 1, *, linked: bool = False, alone: bool = Fa
     if devices > 1:
         options |= {
             "xla_gpu_experimental_use_collective_kernels": "",
-            "xla_gpu_enable_command_buffer": IN_GRAPHS if linked else f"{IN_GRAPHS},COLLECTIVES",
+            "xla_gpu_enable_command_buffer": cuda_graphs.IN_GRAPHS + ("" if linked else ",COLLECTIVES"),
         }
     elif alone:
         options |= cuda_graphs.SIDE_BY_SIDE

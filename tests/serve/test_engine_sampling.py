@@ -213,7 +213,7 @@ def test_what_the_compiler_is_told_on_a_gpu():
     runs beside another."""
     with as_on_hopper(), mock.patch.object(jax, "jit", wraps=jax.jit) as jit:
         options = sampling.compiler_options()
-        tiny_runner.__wrapped__("full")
+        runner = tiny_runner.__wrapped__("full")
     calls = [call for call in jit.call_args_list if call.args]
     made = next(call for call in calls if call.args[0] is sampling.sample)
     of_steps = [call for call in calls if getattr(call.args[0], "__name__", "") == "_step_program"]
@@ -223,3 +223,8 @@ def test_what_the_compiler_is_told_on_a_gpu():
     assert options is not None
     assert "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")
     assert made.kwargs["compiler_options"] == options
+    assert runner._steps[0] is not runner._steps[1]
+    warmed = [(p.name, p.function) for p in runner._programs() if p.function in runner._steps]
+    assert {("chunk" in name, runner._steps.index(f)) for name, f in warmed} == {(True, 0), (False, 1)}
+    runner._steps = (lambda *_: "with a chunk", lambda *_: "alone")
+    assert [runner._step(None, None, None, chunk) for chunk in (None, "some")] == ["alone", "with a chunk"]
