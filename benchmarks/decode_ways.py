@@ -10,7 +10,6 @@ from unittest import mock
 
 import jax
 
-from models import products, transformer
 from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
@@ -67,7 +66,7 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
         "with one CTA for each token that adds up parts of a layer's products",
     ),
     "norms-apart": (
-        partial(patched, (products, "may_add", lambda *_: False), (transformer, "may_add", lambda *_: False)),
+        partial(patched, (dense_products.Tuning, "leaves_squares", lambda *_: False)),
         "with residuals and norms as kernels of their own between products of some dozens of tokens",
     ),
     "in-a-row": (

@@ -8,7 +8,6 @@ import pytest
 from benchmarks import decode_step
 from benchmarks.decode_ways import WAYS, on_any_gpu
 from benchmarks.gpu_program import as_on_hopper
-from models import products, transformer
 from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
@@ -20,7 +19,7 @@ REPLACED = {
     "apart": [(decode_layer, "tuning_for")],
     "heads-apart": [(ragged_decode, "makes_heads")],
     "by-token": [(layer_kernel, "adds_by_tile")],
-    "norms-apart": [(products, "may_add"), (transformer, "may_add")],
+    "norms-apart": [(dense_products.Tuning, "leaves_squares")],
     "in-a-row": [(cuda_graphs, "SIDE_BY_SIDE")],
     "ordinary-loads": [(read_once, "EVICT_FIRST"), (device_ops, "forget"), (by_tile, "forget")],
     "xla-plan": [(decode_plan, "_has_kernel")],

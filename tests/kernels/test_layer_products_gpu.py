@@ -92,7 +92,7 @@ def test_layers_in_fp8(case, tokens):
 )
 @pytest.mark.parametrize("by_tile", [False, True])
 def test_mixtures(case, by_tile):
-    """As engines have them, whose parts are added up by tokens, and by tiles."""
+    """With parts added up by tokens, and by tiles, as engines have them in bfloat16."""
     mixture_cases.check_mixture(case, dataclasses.replace(FEW_OF_ONE, by_tile=by_tile), repeats=10)
 
 

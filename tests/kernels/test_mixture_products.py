@@ -24,12 +24,8 @@ FOUR = lp.Tuning(ctas=4, weight_slots=6, token_slots=3, ahead=2, early=1)
 @pytest.mark.parametrize(
     ("case", "tuning"),
     [
-        (Case(256, 256, 128, 4, heads=384), EIGHT),
-        pytest.param(
-            Case(256, 256, 128, 4, heads=384, offset=1.0),
-            dataclasses.replace(EIGHT, by_tile=True),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(Case(256, 256, 128, 4, heads=384), EIGHT, marks=pytest.mark.slow),
+        (Case(256, 256, 128, 4, heads=384, offset=1.0), dataclasses.replace(EIGHT, by_tile=True)),
         (Case(192, 128, 128, 3, normalize=False, gate="gelu", offset=1.0, dtype="float16"), FOUR),
     ],
     ids=["gates of 64 columns, heads", "the same, parts added up by tiles", "of 128, shares of all experts"],
