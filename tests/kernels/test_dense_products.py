@@ -216,6 +216,9 @@ def test_layers_with_norms_behind_products(monkeypatch):
     found = logits("together")
     assert len(calls) == 2 + 1  # traced once for all layers but the last, whose norm is not of all tokens
     assert relative_error(found, expected) < 0.03
-    for other in ({"post_norms": True}, {"attn_out_bias": True}):
-        assert added_product(*[jnp.ones((40, 64), jnp.bfloat16)] * 5, config.replace(**other)) is None
-    assert added_product(*[jnp.ones((40, 64), jnp.float16)] * 5, config) is None
+    x, matrix, norm = (jnp.ones(shape, jnp.bfloat16) for shape in ((40, 128), (128, 128), 128))
+    assert added_product(x, matrix, x, norm, matrix, config)
+    assert added_product(x, matrix, x, norm, None, config) is None
+    assert added_product(*[a.astype(jnp.float16) for a in (x, matrix, x, norm, matrix)], config) is None
+    for other in ({"post_norms": True}, {"attn_out_bias": True}, {"weights_fp8": True}):
+        assert added_product(x, matrix, x, norm, matrix, config.replace(**other)) is None
