@@ -141,28 +141,28 @@ def _after_attention(
             x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config), in_parts)
         return x, None, heads
     routed = "router" in layer_params
-    weights = None if routed else layer_params["gate_up"]
+    gates = None if routed else layer_params["gate_up"]
+    out, norm = layer_params["attn_out"], layer_params["mlp_norm"]
     with jax.named_scope("attn_out"):
-        normed = layer_params["attn_out"], x, layer_params["mlp_norm"], weights
-        done = added_product(h, *normed, config, gated=True)
+        done = added_product(h, out, x, norm, gates, config, gated=True)
         if done is None:
-            added = _shared(product(h, layer_params["attn_out"], (x.shape[1],), config), links, config)
+            added = _shared(product(h, out, (x.shape[1],), config), links, config)
             if config.attn_out_bias:
                 added = _whole(added, config) + layer_params["attn_out_bias"]
             if config.post_norms:
                 added = _norm(_whole(added, config), layer_params["attn_post_norm"], config)
     with jax.named_scope("mlp_norm"):
-        x, h = added_norm(x, added, layer_params["mlp_norm"], weights, config) if done is None else done
+        x, h = added_norm(x, added, norm, gates, config) if done is None else done
     with jax.named_scope("mlp"):
         if routed:
             h = expert_mlp(layer_params, h, config, there)
         else:
-            h = gated_product(h, layer_params["gate_up"], config)
+            h, down = gated_product(h, layer_params["gate_up"], config), layer_params["down"]
             if following is not None:
-                normed = layer_params["down"], x, following["attn_norm"], following["qkv"]
-                if done := added_product(h, *normed, config):
+                done = added_product(h, down, x, following["attn_norm"], following["qkv"], config)
+                if done is not None:
                     return *done, None
-            h = product(h, layer_params["down"], (config.hidden_size,), config)
+            h = product(h, down, (config.hidden_size,), config)
         added = _shared(h, links, config)
         if config.post_norms:
             added = _norm(_whole(added, config), layer_params["mlp_post_norm"], config)
