@@ -51,7 +51,9 @@ from tangram_jax.step import compiler_options
 
 NO_SCORER: Any = None  # decode tokens need none
 TAIL = 64  # tokens that each row has pages for beside those that it begins with
-IN_A_ROW = 50  # steps: what the host takes before the first one's kernels start, about a millisecond, is not a step's
+# Steps in a row: what more of them take is timed, without the millisecond or so before the first one's kernels start.
+FEW, MANY = 10, 60
+ROUNDS = 5
 BY_DEFAULT = ((32, 8192), (128, 8192), (4, 100_000), (1, 8192))
 CASES = (*BY_DEFAULT, (128, 320))
 
@@ -130,7 +132,7 @@ def measure(
     rows = np.minimum(np.arange(batch + args.empty_slots, dtype=np.int32), batch)  # there is no row `batch`
 
     @partial(jax.jit, donate_argnums=1)
-    def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[jax.Array, tj.Cache]:
+    def steps(params: Any, cache: tj.Cache, first: jax.Array) -> tuple[tj.Cache, jax.Array]:
         if parallel:  # `place` is left out: the order of random heads does not matter
             logits, cache = parallel.step(params, NO_SCORER, cache, None, tj.Decode(jnp.asarray(rows), first))
         elif drafts:
@@ -141,7 +143,8 @@ def measure(
             cache = tj.rollback(plan, cache, jnp.asarray(rows), jnp.full(len(rows), drafts, jnp.int32))
         else:
             logits, cache = tj.decode_step(params, config, plan, cache, rows=jnp.asarray(rows), tokens=first)
-        return jnp.argmax(logits, -1).astype(jnp.int32), cache
+        # The cache first: of tokens as many as rows XLA would make its counts' memory, and copy the counts.
+        return cache, jnp.argmax(logits, -1).astype(jnp.int32)
 
     chosen = jax.device_put(rows + 10, parallel.everywhere if parallel else None)
     began = time.perf_counter()
@@ -151,25 +154,28 @@ def measure(
     compiled = time.perf_counter() - began
     for n in range(3):
         first = parallel.in_passing(params) if parallel and n == 0 else params
-        chosen, cache = program(first, cache, chosen)
+        cache, chosen = program(first, cache, chosen)
         chosen.block_until_ready()
-    times = []
-    for _ in range(3):
-        cache = jax.block_until_ready(rewound(cache, tokens))
-        began = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            chosen, cache = program(params, cache, chosen)
-        chosen.block_until_ready()
-        times.append((time.perf_counter() - began) / IN_A_ROW)
-        if (np.asarray(cache.tail) != IN_A_ROW).any():
-            raise RuntimeError(f"steps left rows out: they decoded {cache.tail} tokens of {IN_A_ROW}")
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        of_count = {}
+        for count in (FEW, MANY):
+            cache = jax.block_until_ready(rewound(cache, tokens))
+            began = time.perf_counter()
+            for _ in range(count):
+                cache, chosen = program(params, cache, chosen)
+            chosen.block_until_ready()
+            of_count[count] = time.perf_counter() - began
+            if (np.asarray(cache.tail) != count).any():
+                raise RuntimeError(f"steps left rows out: they decoded {cache.tail} tokens of {count}")
+        times.append((of_count[MANY] - of_count[FEW]) / (MANY - FEW))
     if args.profile:
         print_profile(program, params, rewound(cache, tokens), chosen)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes
     weights -= unreached_bytes(params, config, batch)
-    generated = (IN_A_ROW - 1) / 2  # tokens of the timed steps that one of them reads, on average
+    generated = (FEW + MANY - 1) / 2  # tokens of the timed steps that one of them reads, on average
     entries = plan.entries(tokens) + generated * plan.group_of.size
     if sliding:
         entries += sliding.count * config.num_kv_heads * min(tokens + generated, sliding.window - 1)
@@ -213,12 +219,12 @@ def unreached_bytes(params: Any, config: ModelConfig, tokens: int) -> int:
 
 def print_profile(program: Any, params: Any, cache: tj.Cache, chosen: jax.Array) -> None:
     """Where the GPU's time of one step goes: kernels of one name together, longest first."""
-    state: list[Any] = [chosen, cache]
+    state: list[Any] = [cache, chosen]
 
     def run() -> jax.Array:
         for _ in range(4):
-            state[:] = program(params, state[1], state[0])
-        return state[0]
+            state[:] = program(params, *state)
+        return state[1]
 
     kernels = {name: (sum(times) / 4, len(times) / 4) for name, times in trace_kernels(run).items()}
     total, count = (sum(x[i] for x in kernels.values()) for i in (0, 1))
