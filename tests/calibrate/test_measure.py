@@ -94,7 +94,7 @@ def snapkv_shares_by_hand(params, config, ids, retention, sinks, window):
 @pytest.mark.parametrize(
     ("config", "count", "retention"),
     [
-        (CONFIG, 100, 0.5),
+        pytest.param(CONFIG, 100, 0.5, marks=pytest.mark.slow),
         (CONFIG, 64, 0.25),
         (tiny_gemma2_config(), 100, 0.5),
         (tiny_gpt_oss_config(), 100, 0.4),

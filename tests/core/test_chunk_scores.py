@@ -46,8 +46,15 @@ def scores_of(
     return np.asarray(scores.result()), valid & (plan.head_at >= 0)[..., None]
 
 
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
-@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize(
+    ("cluster", "soft_cap"),
+    [
+        ("layer", None),
+        ("model", 1.5),
+        pytest.param("layer", 1.5, marks=pytest.mark.slow),
+        pytest.param("model", None, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("scorer", ["snapkv", "kv_compress", "expected_attention"])
 @pytest.mark.parametrize("start", [None, CHUNK - COUNT], ids=["alone", "behind another"])
 def test_kernels_get_what_the_scorer_gets(scorer, cluster, soft_cap, start, monkeypatch):

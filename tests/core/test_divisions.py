@@ -138,7 +138,11 @@ def without_kernel(config) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("config", "division", "shares"),
-    [(FULL, "equal", [6]), (WINDOWS, "split_map", [8, 6]), (FULL, "uniform", [8])],
+    [
+        pytest.param(FULL, "equal", [6], marks=pytest.mark.slow),
+        (WINDOWS, "split_map", [8, 6]),
+        pytest.param(FULL, "uniform", [8], marks=pytest.mark.slow),
+    ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_each_division_gives_the_same_result_in_the_interpreter(config, division, shares, request):
@@ -149,6 +153,7 @@ def test_each_division_gives_the_same_result_in_the_interpreter(config, division
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
 
 
+@pytest.mark.slow  # by default `test_steps_lower` lowers the kernels, with equal shares
 def test_a_split_map_lowers_for_a_gpu(caplog, monkeypatch):
     """A token alone has the whole GPU, though the step puts an empty slot beside it."""
     plan, splits, plan_decode = plan_of(WINDOWS, "split_map"), [], ragged_decode.plan_decode

@@ -79,7 +79,7 @@ def test_steps_lower(hopper, caplog, scorer, cluster, dtype, batch):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.uint8], ids=["bfloat16", "bytes"]
+    "dtype", [jnp.bfloat16, pytest.param(jnp.uint8, marks=pytest.mark.slow)], ids=["bfloat16", "bytes"]
 )
 def test_drafts_lower(hopper, caplog, dtype):
     """Attention is the kernel alone: it reads a row's tokens as the model leaves them, and they see each other in it."""
@@ -104,7 +104,11 @@ def test_drafts_lower(hopper, caplog, dtype):
 
 @pytest.mark.parametrize(
     ("config", "scorer", "count"),
-    [(CONFIG, "snapkv", 3), (CONFIG, "expected_attention", 4), (GEMMA2, "snapkv", 5)],
+    [
+        pytest.param(CONFIG, "snapkv", 3, marks=pytest.mark.slow),
+        (CONFIG, "expected_attention", 4),
+        (GEMMA2, "snapkv", 5),
+    ],
     ids=["sums", "moments", "windows"],
 )
 def test_packed_chunks_lower(hopper, caplog, config, scorer, count):

@@ -142,7 +142,7 @@ def test_full_retention_equals_dense_attention(page_size, chunk):
 @pytest.mark.parametrize(
     "config",
     [
-        tiny_gemma_config(num_layers=3, sliding_layers=(0, 1)),
+        pytest.param(tiny_gemma_config(num_layers=3, sliding_layers=(0, 1)), marks=pytest.mark.slow),
         tiny_gemma2_config(num_layers=2, sliding_layers=(0,)),
         tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,)),
     ],

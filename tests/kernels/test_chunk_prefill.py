@@ -209,7 +209,7 @@ def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
 
 
 def test_kernel_in_the_interpreter():
-    check_interpreted(make_case([[70, 0]], 40, group=4, head_dim=64, soft_cap=20.0, window=9))
+    check_interpreted(make_case([[70, 0]], 24, group=4, head_dim=64, soft_cap=20.0, window=9))
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_keys_before_the_queries_in_the_interpreter(group, behind):
 
 def test_keys_before_those_of_requests_in_the_interpreter():
     """None, and as many as the window shows."""
-    requests = {"starts": [0, 8], "sizes": [3, 47], "behind": [0, 40], "key_starts": [0, 24]}
-    check_interpreted(make_case([[0], [5]], 56, group=5, head_dim=64, window=41, **requests))
+    requests = {"starts": [0, 8], "sizes": [3, 15], "behind": [0, 40], "key_starts": [0, 24]}
+    check_interpreted(make_case([[0], [5]], 24, group=5, head_dim=64, window=41, **requests))
 
 
 @pytest.mark.slow  # the histories of several requests are cut by default

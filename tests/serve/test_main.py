@@ -81,7 +81,11 @@ def taken() -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize(
     ("host", "number"),
-    [("127.0.0.1", signal.SIGINT), ("localhost", signal.SIGTERM), ("::1", signal.SIGTERM)],
+    [
+        ("127.0.0.1", signal.SIGINT),
+        pytest.param("localhost", signal.SIGTERM, marks=pytest.mark.slow),
+        ("::1", signal.SIGTERM),
+    ],
 )
 def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
     host: str, number: signal.Signals
@@ -196,7 +200,7 @@ Engine.start = start
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("part", ["program.build", "Engine.start"])
+@pytest.mark.parametrize("part", [pytest.param("program.build", marks=pytest.mark.slow), "Engine.start"])
 def test_a_pool_beyond_the_memory_is_a_fault_of_the_configuration(part: str) -> None:
     status, errors = ended(f"{part} = lambda *_, **__: jax.numpy.zeros(2**50).block_until_ready()")
     assert status == 2
@@ -213,7 +217,7 @@ def test_a_parser_that_does_not_fit_the_model_is_named_before_anything_is_compil
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("part", ["program.build", "Engine.start"])
+@pytest.mark.parametrize("part", ["program.build", pytest.param("Engine.start", marks=pytest.mark.slow)])
 def test_interrupted_before_it_serves_it_leaves_quietly(part: str) -> None:
     # Ignored where the tests were started in the background of a shell.
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -222,7 +226,10 @@ def test_interrupted_before_it_serves_it_leaves_quietly(part: str) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("error", ["jax.errors.JaxRuntimeError('INTERNAL')", "ValueError('a bug')"])
+@pytest.mark.parametrize(
+    "error",
+    ["jax.errors.JaxRuntimeError('INTERNAL')", pytest.param("ValueError('a bug')", marks=pytest.mark.slow)],
+)
 def test_other_errors_while_compiling_are_seen(error: str) -> None:
     status, errors = ended(f"def start(self, progress): raise {error}\nEngine.start = start")
     assert status == 1
