@@ -34,16 +34,16 @@ def masked_attention(
     factor = D**-0.5 if scale is None else scale
     K = k.shape[1]
     G = N // K
-    outs = []
-    for head in range(K):  # plain matrix products: a batched one takes twice as long on a CPU
-        q_rows = q[:, head * G : (head + 1) * G].swapaxes(0, 1).reshape(G * T, D)
-        scores = jnp.matmul(q_rows, k[:, head].T, preferred_element_type=jnp.float32) * factor
+
+    def of_head(given: tuple[Any, ...]) -> Array:
+        q, k, v, sink = given  # [G, T, D], [S, D], [S, D], [G] or None
+        scores = jnp.matmul(q.reshape(G * T, D), k.T, preferred_element_type=jnp.float32) * factor
         if cap is not None:
             scores = soft_cap(scores, cap)
         scores = jnp.where(mask, scores.reshape(G, T, -1), -jnp.inf)
         peak = jnp.max(scores, axis=-1, keepdims=True)
-        sink = None if sinks is None else sinks[head].astype(jnp.float32)[:, None, None]
         if sink is not None:
+            sink = sink.astype(jnp.float32)[:, None, None]
             peak = jnp.maximum(peak, sink)
         peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
         weights = jnp.exp(scores - peak)
@@ -51,9 +51,13 @@ def masked_attention(
         if sink is not None:
             total += jnp.exp(sink - peak)
         weights = weights.reshape(G * T, -1).astype(v.dtype)
-        out = jnp.matmul(weights, v[:, head], preferred_element_type=jnp.float32).reshape(G, T, D)
-        outs.append(out / jnp.where(total > 0, total, 1.0))
-    return jnp.concatenate(outs).swapaxes(0, 1).astype(q.dtype)
+        out = jnp.matmul(weights, v, preferred_element_type=jnp.float32).reshape(G, T, D)
+        return out / jnp.where(total > 0, total, 1.0)
+
+    # Plain matrix products: a batched one takes twice as long on a CPU. A copy for each head would take long to compile.
+    by_head = q.reshape(T, K, G, D).transpose(1, 2, 0, 3)
+    out = jax.lax.map(of_head, (by_head, k.swapaxes(0, 1), v.swapaxes(0, 1), sinks))
+    return out.reshape(N, T, D).swapaxes(0, 1).astype(q.dtype)
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "cap"))

@@ -6,7 +6,7 @@ rotated to their true positions before they were stored.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -250,20 +250,18 @@ def chunk_attention(
     """A chunk's queries over the row's entries (all visible) and over the chunk (causal), as XLA operations.
 
     q [T, K, G, D], k and v [T, K, D], `pages` of one row -> (out [T, K, G, D] in float32 or q's dtype, natural log-sum-exp
-    f32[T, K, G]). Rows past the chunk's valid tokens give finite values without meaning.
-
-    Head by head: each walks over as many entries as it holds, and plain matrix products take half the time of batched
-    ones on a CPU.
+    f32[T, K, G]). Rows past the chunk's valid tokens give finite values without meaning. Each head walks over what it holds.
     """
-    tokens, heads, group, head_dim = q.shape
-    outs, lses = [], []
-    for head in range(heads):
-        rows = q[:, head].reshape(tokens * group, head_dim)
-        state = _causal(rows, k[:, head], v[:, head], group, logits)
-        out, lse = _walk_head(rows, pages, head, state, logits).result()
-        outs.append(out.reshape(tokens, group, head_dim))
-        lses.append(lse.reshape(tokens, group))
-    return jnp.stack(outs, 1), jnp.stack(lses, 1)
+    tokens, _, group, head_dim = q.shape
+
+    def one(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, *where = given
+        rows = q.reshape(tokens * group, head_dim)
+        state = _causal(rows, k, v, group, logits)
+        out, lse = _walk_head(rows, pages, where, state, logits).result()
+        return out.reshape(tokens, group, head_dim), lse.reshape(tokens, group)
+
+    return _by_head(one, q, k, v, jnp.asarray(pages.first), jnp.asarray(pages.column), pages.lengths[0])
 
 
 class WindowAttention:
@@ -324,23 +322,36 @@ def window_attention(
     q [T, K, G, D]; k and v [H + T or more, K, D], H as there, where `behind` i32[] rows come before that of the first query
     (`rings.with_history`) -> as `chunk_attention`.
     """
-    tokens, heads, group, head_dim = q.shape
-    outs, lses = [], []
-    for head in range(heads):
+    tokens, _, group, head_dim = q.shape
+
+    def one(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v = given
         parts = []
         for start in range(0, tokens, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, tokens)
             first = jnp.maximum(behind + start - (window - 1), 0)  # that any of these queries sees
-            size = min(stop - start + window - 1, k.shape[0])
-            keys, values = (lax.dynamic_slice_in_dim(x[:, head], first, size) for x in (k, v))
-            scores = logits(_product(q[start:stop, head].reshape(-1, head_dim), keys.T))
+            size = min(stop - start + window - 1, len(k))
+            keys, values = (lax.dynamic_slice_in_dim(x, first, size) for x in (k, v))
+            scores = logits(_product(q[start:stop].reshape(-1, head_dim), keys.T))
             ahead = behind + np.repeat(np.arange(start, stop), group)[:, None] - first
             distance = ahead - lax.iota(jnp.int32, size)
             parts.append(_softmax(jnp.where((distance >= 0) & (distance < window), scores, NEVER), values))
         out, lse = jax.tree.map(lambda *x: jnp.concatenate(x), *parts).result()
-        outs.append(out.reshape(tokens, group, head_dim))
-        lses.append(lse.reshape(tokens, group))
-    return jnp.stack(outs, 1), jnp.stack(lses, 1)
+        return out.reshape(tokens, group, head_dim), lse.reshape(tokens, group)
+
+    return _by_head(one, q, k, v)
+
+
+def _by_head(
+    one: Callable, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`one` of each head's part of q [T, K, G, D], k and v [S, K, D] and `others` [K]: (out [T, K, G, D], f32[T, K, G]).
+
+    Head by head, as plain matrix products take half the time of batched ones on a CPU, but in a loop: a copy of the program
+    for each head takes twice as long to compile and is no faster.
+    """
+    out, lse = lax.map(one, (*(x.swapaxes(0, 1) for x in (q, k, v)), *others))
+    return out.swapaxes(0, 1), lse.swapaxes(0, 1)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -367,16 +378,19 @@ def _softmax(scores: jax.Array, values: jax.Array) -> Softmax:
 
 
 def _walk_head(
-    rows: jax.Array, pages: LayerPages, head: int, start: Softmax, logits: AttentionLogits
+    rows: jax.Array, pages: LayerPages, where: Sequence[jax.Array], start: Softmax, logits: AttentionLogits
 ) -> Softmax:
-    """Add all entries of one head of the one request of `pages` to `start`, for queries [R, D]."""
+    """Add all entries of one head of the one request of `pages` to `start`, for queries [R, D].
+
+    `where`: first, column and length i32[] of the head.
+    """
+    first, column, length = where
     page_size, head_dim = pages.page_size, pages.pool.shape[-1]
     per_block = max(1, CHUNK_BLOCK // page_size)
     block = per_block * page_size
-    column, length = pages.column[head], pages.lengths[0, head]
 
     def body(i: jax.Array, state: Softmax) -> Softmax:
-        at = pages.first[head] + i * per_block + np.arange(per_block)
+        at = first + i * per_block + np.arange(per_block)
         numbers = pages.table[0, jnp.minimum(at, pages.table.shape[1] - 1)]
         keys, values = (x.reshape(block, head_dim) for x in pages.gather(numbers, column, rows.dtype))
         scores = logits(_product(rows, keys.T))

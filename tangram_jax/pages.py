@@ -25,7 +25,9 @@ class LayerPages(NamedTuple):
         """P"""
         return byte_pages.page_size(self.pool)
 
-    def gather(self, numbers: jax.Array, column: np.ndarray, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def gather(
+        self, numbers: jax.Array, column: np.ndarray | jax.Array, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., P, D] in `dtype` of pages by their `numbers` [...], of heads in `column` [...]."""
         with jax.named_scope("gather_pages"):
             keys, values = (
