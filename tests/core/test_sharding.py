@@ -267,7 +267,7 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     [
         pytest.param({}, (0, 0), marks=pytest.mark.slow),
         ({"weights_fp8": True}, (4, 4)),
-        pytest.param(EXPERTS | {"experts_mxfp4": True}, (2, 3), marks=pytest.mark.slow),
+        (EXPERTS | {"experts_mxfp4": True}, (2, 3)),
     ],
     ids=["floats", "fp8", "mxfp4"],
 )

@@ -210,7 +210,7 @@ def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
         pytest.param([True, False], marks=pytest.mark.slow),
         pytest.param([False, True, True], marks=pytest.mark.slow),
         [True, False, True, True],
-        pytest.param([False] * 2, marks=pytest.mark.slow),
+        [False] * 2,
     ],
     ids=str,
 )

@@ -28,9 +28,7 @@ def run_kernels(case: GaussianCase, interpret=None, ctas: int = 132):
     ("options", "ctas"),
     [
         pytest.param({"count": 100}, 8, marks=pytest.mark.slow),
-        pytest.param(  # slots are used again
-            {"chunk": 384, "group": 1, "count": 380, "unlocked": (0, 64, 64)}, 2, marks=pytest.mark.slow
-        ),
+        ({"chunk": 384, "group": 1, "count": 380, "unlocked": (0, 64, 64)}, 2),  # slots are used again
         ({"head_dim": 128, "kv_heads": 1, "group": 3, "capacity": 104, "dtype": jnp.float16}, 4),
         ({"head_dim": 256, "kv_heads": 1, "group": 1, "chunk": 192, "count": 192}, 1),
         ({"chunk": 32, "count": 31, "unlocked": (64, 0, 20)}, 8),
