@@ -99,7 +99,7 @@ class Choice:
     def echo(
         self, text: str | None, prompt_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None] | None
     ) -> None:
-        """Put the prompt in front. Its log-probabilities come with the first output of the engine."""
+        """Put the prompt in front, as `text` or as its tokens say. Its log-probabilities come with the first output."""
         pieces = []
         for i, token_id in enumerate(prompt_ids):
             if logprobs is not None:
@@ -112,9 +112,17 @@ class Choice:
                         [] if given is None else given.top_logprobs,
                     )
                 )
-            pieces.append(self._detokenizer.add(token_id))
-            self._offset += len(pieces[-1])
-        self._delta.text += "".join(pieces) if text is None else text
+            piece = self._detokenizer.add(token_id)
+            if text is not None and token_id in self._tokenizer.special_ids:
+                # Written out in the text, or put before it by the tokenizer.
+                written = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+                piece = written if text.startswith(written, self._offset) else ""
+            pieces.append(piece)
+            self._offset += len(piece)
+        if text is None:
+            text = "".join(pieces)
+        self._offset = len(text)
+        self._delta.text += text
 
     def feed(self, output: TokenOutput) -> bool:
         """Take one output of the engine; True when the text ended the choice before the engine did."""

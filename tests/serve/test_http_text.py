@@ -157,6 +157,29 @@ def test_echo_offsets_follow_the_text():
     assert [(e.offset, e.logprob) for e in delta.logprobs] == [(0, None), (1, -1.0), (1, -2.0), (2, -3.0)]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_echo_offsets_count_special_tokens_where_the_text_has_them(skip):
+    first, text = (
+        min(TOKENIZER.special_ids),
+        "é<|im_start|>a<|im_end|>b",
+    )  # the first is put in front of it, unwritten
+    prompt = [first, *TOKENIZER.encode(text, add_special_tokens=False)]
+    choice = Choice(TOKENIZER, SamplingParams(max_tokens=2, logprobs=0), skip_special_tokens=skip)
+    choice.echo(text, prompt, [None] * len(prompt))
+    choice.feed(TokenOutput(token_id=ids("x")[0], logprob=-3.0, finish_reason="length"))
+    delta = choice.take()
+    assert delta.text == text + "x"
+    offsets = [e.offset for e in delta.logprobs]
+    assert offsets == [0, 0, 0, 1, 13, 14, 24, 25]
+    # Of tokens alone the text is what is shown of them.
+    choice = Choice(TOKENIZER, SamplingParams(max_tokens=2, logprobs=0), skip_special_tokens=skip)
+    choice.echo(None, prompt, [None] * len(prompt))
+    choice.feed(TokenOutput(token_id=ids("x")[0], logprob=-3.0, finish_reason="length"))
+    delta = choice.take()
+    assert delta.text == ("éabx" if skip else f"<|endoftext|>{text}x")
+    assert delta.logprobs[-1].offset == len(delta.text) - 1
+
+
 def test_late_outputs_are_ignored():
     choice, _ = run(ids("a.b"), stops=["."])
     assert choice.feed(TokenOutput(token_id=5)) is False
