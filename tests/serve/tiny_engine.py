@@ -59,22 +59,22 @@ PARAMS = params_of(CONFIG)
 
 
 @cache
-def tiny_runner(kind: str, drafts: int = 0, devices: int = 1, few: int = 0) -> Runner:
+def tiny_runner(
+    kind: str, drafts: int = 0, devices: int = 1, few: int = 0, heads_per_page: int = 2
+) -> Runner:
     """The compiled side of an engine: "full" keeps everything, "ragged" what `BUDGETS` say, clustered per model,
     or up to all of it on demand.
 
     "experts": as "full", of a model whose layer 1 is a mixture of experts. "gemma2" and "gpt_oss": all of layer 1, and of
-    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. "gpu": as "ragged", of a model for our kernels;
-    "gpu, a head a page": the same with pages of one head each, as servers have for budgets like these.
+    layer 0 what its window shows; "gpt_oss" in 8-bit keys and values. "gpu": as "ragged", of a model for our kernels.
     `drafts`: of each sequence. `few`: rows of logits of chunks beside few decode tokens.
     """
-    apart, kind = kind == "gpu, a head a page", kind.split(",")[0]
     config = {"experts": EXPERTS, "gemma2": GEMMA2, "gpt_oss": GPT_OSS, "gpu": ON_GPU}.get(kind, CONFIG)
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
     if kind in ("ragged", "gpu"):
         profile = tj.BudgetProfile.from_ratios(BUDGETS[None].repeat(2, 0), retention=0.4, alpha=0.0)
     plan = tj.CachePlan.build(
-        profile, heads_per_page=1 if apart else 2, page_size=16 if kind == "gpu" else 8,
+        profile, heads_per_page=heads_per_page, page_size=16 if kind == "gpu" else 8,
         cluster="layer" if devices > 1 else "model", window=16, min_entries=0,
         sliding=tj.SlidingLayers.of(config, MAX_TAIL), max_retention=float(kind in ("ragged", "gpu")),
     )  # fmt: skip
@@ -249,9 +249,10 @@ def tiny_engine(
     drafts: int = 0,
     devices: int = 1,
     few: int = 0,
+    heads_per_page: int = 2,
 ) -> Iterator[TinyEngine]:
     """An engine over such a `tiny_runner`, which serves one engine at a time; stopped at the end."""
-    runner = tiny_runner(kind, drafts, devices, few)
+    runner = tiny_runner(kind, drafts, devices, few, heads_per_page)
     limits = Limits(
         max_running=RUNNING,
         max_stored=max_stored,
