@@ -10,7 +10,14 @@ from unittest import mock
 
 import jax
 
-from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
+from pallas_kernels import (
+    decode_layer,
+    dense_products,
+    expert_products,
+    layer_products,
+    ragged_decode,
+    read_once,
+)
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
 from pallas_kernels.layer_products import tuning as layer_tuning
@@ -42,6 +49,11 @@ def patched(*patches: Any) -> Iterator[None]:
         jax.clear_caches()
 
 
+def no_kernel(*_: Any, **__: Any) -> None:
+    """Instead of what checks whether there is one."""
+    raise NotImplementedError("left out, to compare")
+
+
 def three_loads(*args: Any, **options: Any) -> layer_products.Tuning | None:
     """`layer_products.tuning_for`, with as many loads of weights under way for few tokens as for many."""
     tuning = layer_tuning.tuning_for(*args, **options)
@@ -68,6 +80,10 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
     "norms-apart": (
         partial(patched, (dense_products.Tuning, "leaves_squares", lambda *_: False)),
         "with residuals and norms as kernels of their own between products of some dozens of tokens",
+    ),
+    "dispatch-apart": (
+        partial(patched, (expert_products, "check_dispatch", no_kernel)),
+        "with XLA's kernels for choosing experts, sorting tokens by them and bringing the rows",
     ),
     "in-a-row": (
         partial(patched, (cuda_graphs, "SIDE_BY_SIDE", {})),

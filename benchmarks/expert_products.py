@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, kernels_of, read_roof, trace_kernels
-from models.experts import add_experts, expert_weights
+from models.experts import Routed, add_experts, expert_weights
 from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
@@ -165,7 +165,7 @@ def measure_rows(shape: str, tokens: int) -> dict:
 
     def add(h: jax.Array, plan: ep.ExpertPlan, hold: bool) -> jax.Array:
         weights, whole = expert_weights(logits, largest, normalize=True)
-        return add_experts(h, plan, weights, whole, hold)
+        return add_experts(h, Routed(plan, weights, whole), hold)
 
     def us(call: Any, *args: Any) -> float:
         times = kernels_of(jax.jit(call), args, calls=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,55 @@ def router_logits(
     return (split + jnp.where(first, added, 0.0)).sum(axis=0)
 
 
+class Routed(NamedTuple):
+    """Where tokens go, and how what comes from there is added up."""
+
+    plan: ep.ExpertPlan | ep.DirectPlan
+    weights: list[Float[Array, "T 1"]]  # of each token's j-th expert, to be divided by
+    whole: Float[Array, "T 1"]
+    mine: Bool[Array, "T k"] | None = None  # which of them the plan has; None: all
+
+
+def _dealt(
+    x: Float[Array, "T E"],
+    logits: Float[Array, "T X"],
+    there: Bool[Array, " T"] | None,
+    config: ModelConfig,
+    block: int,
+) -> tuple[Float[Array, "M E"], Routed]:
+    """(rows of experts, where they go), all by one kernel."""
+    count = config.experts_per_token
+    with jax.named_scope("dispatch"):
+        rows, weights, plan = ep.dispatch(
+            x, logits, there, count=count, block=block, normalize=config.normalize_experts
+        )
+    return rows, Routed(plan, [weights[:, j : j + 1] for j in range(count)], jnp.ones((1, 1), weights.dtype))
+
+
+def _routed(
+    logits: Float[Array, "T X"],
+    there: Bool[Array, " T"] | None,
+    config: ModelConfig,
+    block: int,
+    here: int,
+    directly: bool,
+) -> Routed:
+    """By XLA's operations, to the `here` experts of this device."""
+    with jax.named_scope("route"):
+        largest, routed = likeliest(logits, config.experts_per_token)
+        weights, whole = expert_weights(logits, largest, config.normalize_experts)
+    with jax.named_scope("plan_experts"):
+        if directly:
+            return Routed(ep.plan_directly(routed, there), weights, whole)
+        mine = None
+        if here < logits.shape[1]:  # by their numbers on this device
+            routed -= lax.axis_index(config.tensor_axis) * here
+            mine = (routed >= 0) & (routed < here)
+        for wanted in (mine, None if there is None else there[:, None]):
+            routed = routed if wanted is None else jnp.where(wanted, routed, here)
+        return Routed(ep.plan_experts(routed, here, block), weights, whole, mine)
+
+
 def expert_mlp(
     layer_params: Mapping[str, Any],
     x: Float[Array, "T E"],
@@ -96,7 +145,6 @@ def expert_mlp(
     num_experts, count = config.num_experts, config.experts_per_token
     with jax.named_scope("route"):
         logits = router_logits(x, layer_params["router"], layer_params.get("router_bias"))
-        largest, experts = likeliest(logits, count)
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
     fp8 = isinstance(gate_up, Fp8Weights)
     if not (config.experts_mxfp4 or fp8):
@@ -110,63 +158,50 @@ def expert_mlp(
         if config.tensor_axis is not None and not config.experts_mxfp4:  # added once, not by every device
             first = lax.axis_index(config.tensor_axis) == 0
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
-    here, routed = num_experts, experts  # of this device, and what their numbers are there
+    here = num_experts  # of this device
     if config.tensor_axis is not None and config.experts_mxfp4:
         here = gate_up.shape[0]
-        routed = experts - lax.axis_index(config.tensor_axis) * here
-    mine = None if here == num_experts else (routed >= 0) & (routed < here)
-    directly = mine is None and ep.goes_directly(x.shape[0], count, num_experts)
+    directly = here == num_experts and ep.goes_directly(x.shape[0], count, num_experts)
     rows = x.shape[0] * count
     narrow = fp8 and config.activations_fp8 and not directly and rows >= ep.LEAST_NARROW * num_experts
     tuning: ep.Tuning | ep.PackedTuning = ep.tuning_for(1 if directly else rows, num_experts)
     if config.experts_mxfp4 or fp8:
         tuning = ep.packed_tuning_for(1 if directly else rows, num_experts, fp8=fp8, narrow=narrow)
     kernel = _has_kernel(x, gate_up, down)
+    quantise = quantise_tokens if kernel else quantise_tokens_reference
     # On a CPU the rows of a block are all multiplied, those beyond the expert's own for nothing.
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
-    with jax.named_scope("plan_experts"):
-        plan: ep.ExpertPlan | ep.DirectPlan
-        if directly:
-            plan = ep.plan_directly(experts, there)
-        else:
-            for wanted in (mine, None if there is None else there[:, None]):
-                routed = routed if wanted is None else jnp.where(wanted, routed, here)
-            plan = ep.plan_experts(routed, here, block)
-        many = kernel and isinstance(plan, ep.ExpertPlan) and len(x) >= ep.MANY_TOKENS
-        quantise = quantise_tokens if kernel else quantise_tokens_reference
-        gather = ep.gather_rows if many else None
-        h: Any = plan.given(quantise(x), gather) if narrow else plan.given(x, gather)
+    many = False  # tokens, whose rows and weights are worth kernels of their own
+    h: Any
+    if kernel and here == num_experts and not directly and not narrow and _is_dealt(x, num_experts, count):
+        h, routed = _dealt(x, logits, there, config, block)
+    else:
+        routed = _routed(logits, there, config, block, here, directly)
+        many = kernel and not directly and len(x) >= ep.MANY_TOKENS
+        with jax.named_scope("plan_experts"):
+            h = routed.plan.given(quantise(x) if narrow else x, ep.gather_rows if many else None)
     with jax.named_scope("experts"):
         steps = ((gate_up, gate_up_bias, config.swiglu_limit), (down, down_bias, None))
         for matrices, bias, limit in steps:
             if narrow and not isinstance(h, Fp8Tokens):  # products of before
                 h = quantise(h)
             if kernel:
-                h = ep.expert_products(h, matrices, plan, tuning=tuning, bias=bias, limit=limit)
+                h = ep.expert_products(h, matrices, routed.plan, tuning=tuning, bias=bias, limit=limit)
             else:
-                h = ep.expert_products_reference(h, matrices, plan, bias=bias, limit=limit)
+                h = ep.expert_products_reference(h, matrices, routed.plan, bias=bias, limit=limit)
     with jax.named_scope("add_experts"):
-        weights, whole = expert_weights(logits, largest, config.normalize_experts)
-        total = add_experts(h, plan, weights, whole, many, mine).astype(x.dtype)
+        total = add_experts(h, routed, hold=many).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
 
 
-def add_experts(
-    h: Array,
-    plan: ep.ExpertPlan | ep.DirectPlan,
-    weights: list[Array],
-    whole: Array,
-    hold: bool,
-    mine: Bool[Array, "T k"] | None = None,
-) -> Float[Array, "T E"]:
-    """The sum over experts of products h [M, E] times weights / whole ([T, 1] each, as from `expert_weights`), in float32.
-
-    `mine`: which of them the plan has; None: all.
+def add_experts(h: Float[Array, "M E"], routed: Routed, hold: bool) -> Float[Array, "T E"]:
+    """The sum over experts of products h times weights / whole (as from `expert_weights`), in float32.
 
     Expert by expert and not as a sum over an axis: all of it is one kernel on a GPU. Of few tokens what comes out is
     divided: then the sum of weights needs no kernel either. Of many, XLA would make a token's weights anew for every
     element of it, which takes many times as long as adding up: `hold` makes them a kernel of their own.
     """
+    plan, weights, whole, mine = routed
     directly = isinstance(plan, ep.DirectPlan)
     if not directly:
         weights = [weight / whole for weight in weights]
@@ -178,6 +213,15 @@ def add_experts(
         parts = [jnp.where(mine[:, j : j + 1], part, 0.0) for j, part in enumerate(parts)]
     total = sum(parts[1:], parts[0])
     return total / whole if directly else total
+
+
+def _is_dealt(x: Array, num_experts: int, count: int) -> bool:
+    """Whether one kernel chooses experts, plans and brings the rows."""
+    try:
+        ep.check_dispatch(x, num_experts, count)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _has_kernel(x: Array, *matrices: Array | Fp8Weights) -> bool:

@@ -10,10 +10,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 WARPS, LANES = 4, 32
 THREADS = WARPS * LANES
@@ -68,6 +69,29 @@ def scatter(ref: jax.Ref, index: jax.Array, value: jax.Array | int, *, interpret
     run(ref, _placed(index), *[_placed(x) for x in given])
 
 
+def add_to(ref: jax.Ref, index: jax.Array, value: jax.Array, *, interpreted: bool) -> None:
+    """Adds to a reference i32[m] in shared memory at each index its value; a negative index drops it."""
+    if interpreted:
+        kept = jnp.where(index < 0, ref.shape[0], index)
+        ref[...] = ref[...].at[kept].add(value, mode="drop")
+        return
+    (size,) = index.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(size), layout(size)))
+    def run(_: Any, ref: Any, index: Any, value: Any) -> None:
+        pointer, i32 = mgpu_utils.memref_ptr(ref), ir.IntegerType.get_signless(32)
+        for at, number in zip(_numbers(index), _numbers(value), strict=True):
+            mgpu_utils.inline_ptx(
+                "red.shared.add.u32 [$0], $1;",
+                mgpu_utils.getelementptr(pointer, [at], i32),
+                number,
+                predicate=arith.cmpi(arith.CmpIPredicate.sge, at, _c(0)),
+                has_side_effects=True,
+            )
+
+    run(ref, _placed(index), _placed(value))
+
+
 def running_sum(x: jax.Array, scratch: jax.Ref, *, interpreted: bool) -> tuple[jax.Array, jax.Array]:
     """(the sums up to and with each number, the sum of all). `scratch`: i32[n / 32] in shared memory, of this call alone."""
     if interpreted:
@@ -77,7 +101,7 @@ def running_sum(x: jax.Array, scratch: jax.Ref, *, interpreted: bool) -> tuple[j
 
     @plgpu.inline_mgpu(arg_types=(layout(size), plgpu.RefType()), return_type=result)
     def run(_: Any, x: Any, scratch: Any) -> Any:
-        thread = mgpu_utils.thread_idx()
+        thread = arith.remui(mgpu_utils.thread_idx(), _c(THREADS))
         lane, warp = (f(thread, _c(LANES)) for f in (arith.remui, arith.divui))
         in_warps = [_sum_of_lanes(number, lane) for number in _numbers(x)]
         for n, number in enumerate(in_warps):
@@ -95,6 +119,19 @@ def running_sum(x: jax.Array, scratch: jax.Ref, *, interpreted: bool) -> tuple[j
         return _held(sums, x), mgpu.FragmentedArray.splat(total, (), is_signed=True)
 
     return run(_placed(x), scratch)
+
+
+def count_bits(x: jax.Array, *, interpreted: bool) -> jax.Array:
+    """How many bits of each number are set."""
+    if interpreted:
+        return lax.population_count(x)
+    (size,) = x.shape
+
+    @plgpu.inline_mgpu(arg_types=(layout(size),), return_type=_vector(size))
+    def run(_: Any, x: Any) -> Any:
+        return _held([llvm.intr_ctpop(number) for number in _numbers(x)], x)
+
+    return run(_placed(x))
 
 
 def barrier(*, interpreted: bool) -> None:

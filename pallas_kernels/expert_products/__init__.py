@@ -12,6 +12,9 @@ from pallas_kernels.expert_products.tuning import (
     DEPTH,
     LEAST_NARROW,
     MANY_TOKENS,
+    MOST_CHOSEN,
+    MOST_EXPERTS,
+    MOST_TOKENS,
     PACKED_TUNING,
     TUNING,
     PackedTuning,
@@ -29,7 +32,9 @@ __all__ = [
     "ExpertPlan",
     "PackedTuning",
     "Tuning",
+    "check_dispatch",
     "check_supported",
+    "dispatch",
     "expert_products",
     "expert_products_reference",
     "gather_rows",
@@ -77,6 +82,48 @@ def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.
     from pallas_kernels.expert_products.rows_gpu import gather_rows_mosaic_gpu
 
     return gather_rows_mosaic_gpu(x, rows, interpret=interpret)
+
+
+def check_dispatch(x: jax.Array, num_experts: int, count: int, *, device: jax.Device | None = None) -> None:
+    """Raises NotImplementedError, naming the feature, for tokens [T, E] that `dispatch` does not take."""
+    if x.shape[0] > MOST_TOKENS or num_experts > MOST_EXPERTS:
+        raise NotImplementedError(
+            f"{x.shape[0]} tokens, {num_experts} experts: the kernel takes {MOST_TOKENS} and {MOST_EXPERTS} at most"
+        )
+    if not 1 <= count <= min(num_experts, MOST_CHOSEN):
+        raise NotImplementedError(f"{count} experts of a token: the kernel takes 1 to {MOST_CHOSEN}")
+    if x.shape[1] * x.dtype.itemsize % 16:
+        raise NotImplementedError(f"rows of {x.shape[1]} {x.dtype}: the kernel takes multiples of 16 bytes")
+    support.check_device(device, TUNING)
+
+
+def dispatch(
+    x: jax.Array,
+    logits: jax.Array,
+    there: jax.Array | None = None,
+    *,
+    count: int,
+    block: int,
+    normalize: bool,
+    ctas: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, ExpertPlan]:
+    """(rows [M, E] of tokens x [T, E] sorted by expert, the experts' weights f32[T, count], the plan without `token`).
+
+    Each token goes to the `count` experts with its largest `logits` f32[T, X], the largest first, ties to the lower number;
+    tokens that are not `there` (bool[T]) go to none. Weights are the chosen experts' probabilities, among the chosen if
+    `normalize`, else among all. Rows of gaps are anything. `block`, M: see `plan_experts`.
+
+    Raises NotImplementedError for what `check_dispatch` says.
+    """
+    from pallas_kernels.expert_products.dispatch_gpu import dispatch_mosaic_gpu
+
+    if interpret is None:
+        check_dispatch(x, logits.shape[1], count)
+    rows, weights, position, blocks = dispatch_mosaic_gpu(
+        x, logits, there, count=count, block=block, normalize=normalize, ctas=ctas, interpret=interpret
+    )
+    return rows, weights, ExpertPlan(position, None, blocks, block)
 
 
 def expert_products(

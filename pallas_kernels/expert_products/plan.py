@@ -45,8 +45,8 @@ class SortedBlocks(NamedTuple):
     def place(self, number: Any, block: int) -> tuple[Any, Any, Any]:
         """(Expert, first row, rows) of a block. The rows are those of the gap too: a multiple of 8."""
         whose = self.expert[number]
-        held = _up(self.counts[whose], ALIGN)
-        within = (number - self.ends[whose]) * block + _up(held, block)
+        held = up(self.counts[whose], ALIGN)
+        within = (number - self.ends[whose]) * block + up(held, block)
         return whose, self.first[whose] + within, jnp.minimum(held - within, block)
 
     def token(self, row: Any) -> Any:
@@ -94,12 +94,15 @@ class ExpertPlan(NamedTuple):
     """Rows of T tokens, k experts each, sorted by expert: M of them with the gaps that alignment leaves."""
 
     position: jax.Array  # i32[T, k]: the row of a token's j-th expert; 0 where it has none
-    token: jax.Array  # i32[M]: the token of a row; of a gap any
+    token: (
+        jax.Array | None
+    )  # i32[M]: the token of a row; of a gap any. None: rows are made already (`dispatch`)
     blocks: SortedBlocks
     block: int  # rows of a block
 
     def given(self, x: jax.Array | Fp8Tokens, gather: Gather | None = None) -> Any:
         """Of tokens [T, E] what is multiplied: their rows [M, E], which `gather` takes if not XLA."""
+        assert self.token is not None
         if isinstance(x, Fp8Tokens):
             return Fp8Tokens(self.given(x.codes, gather), x.scales[self.token], len(self.token))
         return x[self.token] if gather is None else gather(x, self.token)
@@ -124,7 +127,8 @@ class DirectPlan(NamedTuple):
         return h[j * ALIGN :: self.blocks.per_token * ALIGN]
 
 
-def _up(x: Any, multiple: int) -> Any:
+def up(x: Any, multiple: int) -> Any:
+    """To the next multiple."""
     return lax.div(x + (multiple - 1), i32(multiple)) * multiple
 
 
@@ -132,6 +136,11 @@ def num_rows(tokens: int, per_token: int, num_experts: int) -> int:
     """M: rows that hold T tokens' k experts each, every expert's aligned."""
     rows = tokens * per_token
     return -(-(rows + min(rows, num_experts) * (ALIGN - 1)) // ALIGN) * ALIGN
+
+
+def most_blocks(rows: int, num_experts: int, block: int) -> int:
+    """Blocks that so many rows may have, however they are dealt."""
+    return min(rows, num_experts) + rows // block
 
 
 def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan:
@@ -142,13 +151,13 @@ def plan_experts(experts: jax.Array, num_experts: int, block: int) -> ExpertPlan
     tokens, per_token = experts.shape
     rows = tokens * per_token
     size = num_rows(tokens, per_token, num_experts)
-    most = min(rows, num_experts) + rows // block
+    most = most_blocks(rows, num_experts, block)
     flat = experts.reshape(-1).astype(i32)
     ranks, counts = _ranks(flat, num_experts)
     # Sums up to an expert by comparisons: one kernel on a GPU for both.
     number = lax.iota(i32, num_experts)
-    first = jnp.sum(jnp.where(number < number[:, None], _up(counts, ALIGN), 0), axis=1, dtype=i32)
-    ends = jnp.sum(jnp.where(number <= number[:, None], _up(counts, block) // block, 0), axis=1, dtype=i32)
+    first = jnp.sum(jnp.where(number < number[:, None], up(counts, ALIGN), 0), axis=1, dtype=i32)
+    ends = jnp.sum(jnp.where(number <= number[:, None], up(counts, block) // block, 0), axis=1, dtype=i32)
     there = flat < num_experts
     position = jnp.where(there, first[jnp.minimum(flat, num_experts - 1)] + ranks, size)
     if rows > COMPARED:  # held, or XLA would add them up anew for every element that is read there

@@ -10,13 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 from pallas_kernels import row_loads as ops
 
 WARPS = 4  # of a CTA, a row each
 LANES = 32
 BYTES = 16  # of a lane at once
+AT_ONCE = 12  # of these, loads under way
 
 
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
@@ -49,31 +50,74 @@ def gather_rows_mosaic_gpu(x: jax.Array, rows: jax.Array, *, interpret: Any = No
 
 
 def _copy(x: Any, rows: Any, out: Any, first: Any) -> None:
-    count, size = out.shape
-    out_dtype = jnp.dtype(out.dtype)
-    vector = BYTES // out_dtype.itemsize
-    runs = size // vector
-    refs = [x, rows, out]
+    count = out.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), ops.SCALAR))
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, ops.SCALAR))
     def run(_: Any, *arguments: Any) -> None:
-        x, rows, out, first = (ops.as_operand(argument) for argument in arguments)
-        element = ir.IntegerType.get_signless(8 * out_dtype.itemsize)
-        held = ir.VectorType.get((vector,), element)
+        x_, rows, out_, first = (ops.as_operand(argument) for argument in arguments)
+        # Warps beyond the last row take that one again.
+        row = arith.minui(arith.addi(first, _thread()[0]), ops.constant(count - 1))
+        _copy_vectors(x_, ops.load_index(rows, row), out_, row, x.shape[1], x.dtype)
 
-        i64 = ir.IntegerType.get_signless(64)
-        thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
-        warp, lane = arith.divui(thread, ops.constant(LANES)), arith.remui(thread, ops.constant(LANES))
-        # Warps beyond the last row take that one again, lanes beyond the last run of a row that run.
-        row = arith.minui(arith.addi(first, warp), ops.constant(count - 1))
-        source, target = (
-            mgpu_utils.getelementptr(ops.pointer_of(ref), [ops.muladd((at, size))], element)
-            for ref, at in ((x, ops.load_index(rows, row)), (out, row))
-        )
-        for start in range(0, runs, LANES):
-            own = arith.minui(arith.addi(lane, ops.constant(start)), ops.constant(runs - 1))
-            offset = ops.muladd((own, vector))
-            values = llvm.load(held, mgpu_utils.getelementptr(source, [offset], element), alignment=BYTES)
-            llvm.store(values, mgpu_utils.getelementptr(target, [offset], element), alignment=BYTES)
+    run(x, rows, out, first)
 
-    run(*refs, first)
+
+def copy_row(x: Any, places: Any, out: Any, first: Any, each: int, *, interpreted: bool) -> None:
+    """A warp's row of x [T, E] to `out` [M, E]: pair number p from `first` on is token p // each's, and goes to `places`[p].
+
+    Pairs beyond the last one, and those with a negative place, are not copied.
+    """
+    pairs = places.shape[0]
+    if interpreted:
+        for pair in (first + warp for warp in range(WARPS)):
+            place = places[jnp.minimum(pair, pairs - 1)]
+
+            @pl.when((pair < pairs) & (place >= 0))
+            def _(pair: Any = pair, place: Any = place) -> None:
+                out.at[place][...] = x.at[lax.div(pair, jnp.int32(each))][...]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, ops.SCALAR))
+    def run(_: Any, *arguments: Any) -> None:
+        x_, places, out_, first = (ops.as_operand(argument) for argument in arguments)
+        pair = arith.addi(first, _thread()[0])
+        there = arith.cmpi(arith.CmpIPredicate.ult, pair, ops.constant(pairs))
+        pair = arith.minui(pair, ops.constant(pairs - 1))
+        number = memref.load(places, [arith.index_cast(ir.IndexType.get(), pair)])
+        place = arith.extsi(ir.IntegerType.get_signless(64), number)
+        has_one = arith.cmpi(arith.CmpIPredicate.sge, place, ops.constant(0))
+        with mgpu_utils.when(arith.andi(there, has_one)):
+            token = arith.divui(pair, ops.constant(each))
+            _copy_vectors(x_, token, out_, place, x.shape[1], x.dtype)
+
+    run(x, places, out, first)
+
+
+def _copy_vectors(x: Any, row: Any, out: Any, place: Any, size: int, dtype: Any) -> None:
+    """By a warp, of [.., size] a row to a place; lanes beyond the last run of a row take that run again."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    element = ir.IntegerType.get_signless(bits)
+    vector = 8 * BYTES // bits
+    held, runs, lane = ir.VectorType.get((vector,), element), size // vector, _thread()[1]
+    source, target = (
+        mgpu_utils.getelementptr(ops.pointer_of(ref), [ops.muladd((at, size))], element)
+        for ref, at in ((x, row), (out, place))
+    )
+    for some in range(0, runs, LANES * AT_ONCE):
+        starts = range(some, min(runs, some + LANES * AT_ONCE), LANES)
+        own = [arith.minui(arith.addi(lane, ops.constant(start)), ops.constant(runs - 1)) for start in starts]
+        offsets = [ops.muladd((at, vector)) for at in own]
+        values = [  # all under way before the first is stored
+            llvm.load(held, mgpu_utils.getelementptr(source, [at], element), alignment=BYTES)
+            for at in offsets
+        ]
+        for at, value in zip(offsets, values, strict=True):
+            llvm.store(value, mgpu_utils.getelementptr(target, [at], element), alignment=BYTES)
+
+
+def _thread() -> tuple[ir.Value, ir.Value]:
+    """A thread's warp and lane, of 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(ops.WARPGROUP))
+    return arith.divui(thread, ops.constant(LANES)), arith.remui(thread, ops.constant(LANES))

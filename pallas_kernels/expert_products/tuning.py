@@ -14,6 +14,8 @@ BOX = 64  # columns of a tile are a multiple of it
 MANY_TOKENS = (
     128  # from which on `gather_rows` is worth it, and weights of tokens are worth a kernel of their own
 )
+# Of what one kernel deals to experts: every CTA chooses for all tokens.
+MOST_TOKENS, MOST_EXPERTS, MOST_CHOSEN = 128, 128, 32
 ALIGN = 8  # rows; an expert's begin at a multiple of it, as loads do
 
 

@@ -1,0 +1,60 @@
+"""Tokens dealt to experts, and whether rows, weights and plan are what XLA operations make of the same."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.experts import expert_weights, likeliest
+from pallas_kernels import expert_products as ep
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    tokens: int
+    experts: int
+    count: int
+    block: int = 64
+    size: int = 64
+    normalize: bool = True
+    absent: tuple[int, ...] | None = None  # tokens that are not there; None: not even said
+    equal: bool = False  # logits of few different values, zeros of both signs among them
+    dtype: str = "bfloat16"
+
+    def given(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """(x, logits, there)"""
+        rng = np.random.default_rng(self.tokens + self.experts)
+        x = jnp.asarray(rng.standard_normal((self.tokens, self.size)), self.dtype)
+        logits = rng.standard_normal((self.tokens, self.experts)) * 3
+        if self.equal:
+            logits = np.round(logits / 3) * rng.choice([-1.0, 1.0], logits.shape)
+        there = None
+        if self.absent is not None:
+            there = jnp.asarray(~np.isin(np.arange(self.tokens), self.absent))
+        return x, jnp.asarray(logits, jnp.float32), there
+
+    def check(self, **options: Any) -> None:
+        x, logits, there = self.given()
+        rows, weights, plan = ep.dispatch(
+            x, logits, there, count=self.count, block=self.block, normalize=self.normalize, **options
+        )
+        largest, experts = likeliest(logits, self.count)
+        shares, whole = expert_weights(logits, largest, self.normalize)
+        np.testing.assert_allclose(weights, jnp.concatenate(shares, axis=1) / whole, rtol=2e-6, atol=1e-9)
+        if there is not None:
+            experts = jnp.where(there[:, None], experts, self.experts)
+        want = ep.plan_experts(experts, self.experts, self.block)
+        np.testing.assert_array_equal(plan.position, want.position)
+        for name in ("first", "counts", "ends"):
+            np.testing.assert_array_equal(
+                getattr(plan.blocks, name), getattr(want.blocks, name), err_msg=name
+            )
+        total = int(want.blocks.total())
+        np.testing.assert_array_equal(plan.blocks.expert[:total], want.blocks.expert[:total])
+        assert plan.blocks.expert.shape == want.blocks.expert.shape and rows.shape == want.given(x).shape
+        taken = np.asarray(experts < self.experts)
+        found = np.asarray(rows[want.position], np.float32)[taken]
+        tokens = np.broadcast_to(np.asarray(x, np.float32)[:, None], (*taken.shape, self.size))
+        np.testing.assert_array_equal(found, tokens[taken])
