@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_timing import cold_kernel_us, kernels_of, read_roof, trace_kernels
-from models.experts import Routed, add_experts, expert_weights
+from models.experts import add_experts
+from models.routing import Routed, expert_weights
 from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from models.routing import Routed, has_kernel, routed_at_once, routed_by_xla
 from pallas_kernels import expert_products as ep
 from pallas_kernels.fp8_products import (
     Fp8Tokens,
@@ -23,112 +24,7 @@ from pallas_kernels.support import check_one_device
 if TYPE_CHECKING:
     from models.config import ModelConfig
 
-# Tokens whose experts are found by comparisons. Of more XLA unrolls them so far that LLVM takes seconds, of 8192 minutes.
-COMPARED = 512
-
 log = logging.getLogger("tangram")
-
-
-def likeliest(logits: Float[Array, "T X"], count: int) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """The `count` largest logits of each token and their experts, the largest first, ties to the lower number."""
-    if len(logits) > COMPARED:
-        largest, experts = lax.top_k(logits, count)
-        return largest, experts
-    # By comparisons instead of sorting: two small kernels on a GPU.
-    number = lax.iota(jnp.int32, logits.shape[1])
-    mine, others = logits[:, :, None], logits[:, None, :]
-    ahead = (others > mine) | ((others == mine) & (number < number[:, None]))
-    rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
-    chosen = rank[:, None] == lax.iota(jnp.int32, count)[:, None]  # [T, k, X]
-    largest = jnp.sum(jnp.where(chosen, logits[:, None], 0), axis=2)
-    # The maximum is the one that is chosen, and an expert's number also where logits are none.
-    return largest, jnp.max(jnp.where(chosen, number, 0), axis=2)
-
-
-def expert_weights(
-    logits: Float[Array, "T X"], largest: Float[Array, "T k"], normalize: bool
-) -> tuple[list[Float[Array, "T 1"]], Float[Array, "T 1"]]:
-    """(Weights of each token's j-th expert, the largest logits being as from `likeliest`; what to divide them by).
-
-    That is their probability among all, or with `normalize` among the chosen.
-    """
-    chosen = [largest[:, j : j + 1] for j in range(largest.shape[1])]
-    if not normalize:
-        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        return [jnp.exp(x - total) for x in chosen], jnp.ones((1, 1), logits.dtype)
-    weights = [jnp.exp(x - chosen[0]) for x in chosen]
-    return weights, sum(weights[1:], weights[0])
-
-
-def router_logits(
-    x: Float[Array, "T E"], router: Float[Array, "E X"], bias: Float[Array, " X"] | None
-) -> Float[Array, "T X"]:
-    """The product of tokens with the router, and its bias, in float32.
-
-    On a GPU one of few tokens is split along the depth, as XLA does by itself for depths that powers of two divide:
-    GPT-OSS's 2880 x 32 would be one tile, which takes one multiprocessor 15 us.
-    """
-    depth, added = x.shape[1], jnp.float32(0) if bias is None else bias.astype(jnp.float32)
-    if jax.default_backend() != "gpu" or len(x) > COMPARED or depth % 64 or depth % 512 == 0:
-        return jnp.matmul(x, router, preferred_element_type=jnp.float32) + added
-    parts = depth // 64
-    split = jnp.einsum(
-        "tsd,sdx->stx",
-        x.reshape(-1, parts, 64),
-        router.reshape(parts, 64, -1),
-        preferred_element_type=jnp.float32,
-    )
-    first = (jnp.arange(parts) == 0)[:, None, None]  # added within the sum it needs no kernel
-    return (split + jnp.where(first, added, 0.0)).sum(axis=0)
-
-
-class Routed(NamedTuple):
-    """Where tokens go, and how what comes from there is added up."""
-
-    plan: ep.ExpertPlan | ep.DirectPlan
-    weights: list[Float[Array, "T 1"]]  # of each token's j-th expert, to be divided by
-    whole: Float[Array, "T 1"]
-    mine: Bool[Array, "T k"] | None = None  # which of them the plan has; None: all
-
-
-def _dealt(
-    x: Float[Array, "T E"],
-    logits: Float[Array, "T X"],
-    there: Bool[Array, " T"] | None,
-    config: ModelConfig,
-    block: int,
-) -> tuple[Float[Array, "M E"], Routed]:
-    """(rows of experts, where they go), all by one kernel."""
-    count = config.experts_per_token
-    with jax.named_scope("dispatch"):
-        rows, weights, plan = ep.dispatch(
-            x, logits, there, count=count, block=block, normalize=config.normalize_experts
-        )
-    return rows, Routed(plan, [weights[:, j : j + 1] for j in range(count)], jnp.ones((1, 1), weights.dtype))
-
-
-def _routed(
-    logits: Float[Array, "T X"],
-    there: Bool[Array, " T"] | None,
-    config: ModelConfig,
-    block: int,
-    here: int,
-    directly: bool,
-) -> Routed:
-    """By XLA's operations, to the `here` experts of this device."""
-    with jax.named_scope("route"):
-        largest, routed = likeliest(logits, config.experts_per_token)
-        weights, whole = expert_weights(logits, largest, config.normalize_experts)
-    with jax.named_scope("plan_experts"):
-        if directly:
-            return Routed(ep.plan_directly(routed, there), weights, whole)
-        mine = None
-        if here < logits.shape[1]:  # by their numbers on this device
-            routed -= lax.axis_index(config.tensor_axis) * here
-            mine = (routed >= 0) & (routed < here)
-        for wanted in (mine, None if there is None else there[:, None]):
-            routed = routed if wanted is None else jnp.where(wanted, routed, here)
-        return Routed(ep.plan_experts(routed, here, block), weights, whole, mine)
 
 
 def expert_mlp(
@@ -143,8 +39,6 @@ def expert_mlp(
     kernel multiplies, elsewhere XLA operations, expert by expert.
     """
     num_experts, count = config.num_experts, config.experts_per_token
-    with jax.named_scope("route"):
-        logits = router_logits(x, layer_params["router"], layer_params.get("router_bias"))
     gate_up, down = layer_params["expert_gate_up"], layer_params["expert_down"]
     fp8 = isinstance(gate_up, Fp8Weights)
     if not (config.experts_mxfp4 or fp8):
@@ -173,10 +67,10 @@ def expert_mlp(
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
     many = False  # tokens, whose rows and weights are worth kernels of their own
     h: Any
-    if kernel and here == num_experts and not directly and not narrow and _is_dealt(x, num_experts, count):
-        h, routed = _dealt(x, logits, there, config, block)
+    if kernel and here == num_experts and not narrow and has_kernel(x, config):
+        h, routed = routed_at_once(layer_params, x, there, config, block, directly)
     else:
-        routed = _routed(logits, there, config, block, here, directly)
+        routed = routed_by_xla(layer_params, x, there, config, block, here, directly)
         many = kernel and not directly and len(x) >= ep.MANY_TOKENS
         with jax.named_scope("plan_experts"):
             h = routed.plan.given(quantise(x) if narrow else x, ep.gather_rows if many else None)
@@ -213,15 +107,6 @@ def add_experts(h: Float[Array, "M E"], routed: Routed, hold: bool) -> Float[Arr
         parts = [jnp.where(mine[:, j : j + 1], part, 0.0) for j, part in enumerate(parts)]
     total = sum(parts[1:], parts[0])
     return total / whole if directly else total
-
-
-def _is_dealt(x: Array, num_experts: int, count: int) -> bool:
-    """Whether one kernel chooses experts, plans and brings the rows."""
-    try:
-        ep.check_dispatch(x, num_experts, count)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _has_kernel(x: Array, *matrices: Array | Fp8Weights) -> bool:

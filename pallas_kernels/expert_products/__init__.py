@@ -34,6 +34,7 @@ __all__ = [
     "Tuning",
     "check_dispatch",
     "check_supported",
+    "choose",
     "dispatch",
     "expert_products",
     "expert_products_reference",
@@ -85,7 +86,7 @@ def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.
 
 
 def check_dispatch(x: jax.Array, num_experts: int, count: int, *, device: jax.Device | None = None) -> None:
-    """Raises NotImplementedError, naming the feature, for tokens [T, E] that `dispatch` does not take."""
+    """Raises NotImplementedError, naming the feature, for tokens [T, E] that `dispatch` does not take, nor `choose`."""
     if x.shape[0] > MOST_TOKENS or num_experts > MOST_EXPERTS:
         raise NotImplementedError(
             f"{x.shape[0]} tokens, {num_experts} experts: the kernel takes {MOST_TOKENS} and {MOST_EXPERTS} at most"
@@ -97,9 +98,19 @@ def check_dispatch(x: jax.Array, num_experts: int, count: int, *, device: jax.De
     support.check_device(device, TUNING)
 
 
+def choose(
+    logits: jax.Array, bias: jax.Array | None, *, count: int, normalize: bool, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """(experts i32[T, count] of each token, their weights f32[T, count]), for a direct plan. See `dispatch`."""
+    from pallas_kernels.expert_products.dispatch_gpu import choose_mosaic_gpu
+
+    return choose_mosaic_gpu(logits, bias, count=count, normalize=normalize, interpret=interpret)
+
+
 def dispatch(
     x: jax.Array,
     logits: jax.Array,
+    bias: jax.Array | None = None,
     there: jax.Array | None = None,
     *,
     count: int,
@@ -110,18 +121,19 @@ def dispatch(
 ) -> tuple[jax.Array, jax.Array, ExpertPlan]:
     """(rows [M, E] of tokens x [T, E] sorted by expert, the experts' weights f32[T, count], the plan without `token`).
 
-    Each token goes to the `count` experts with its largest `logits` f32[T, X], the largest first, ties to the lower number;
-    tokens that are not `there` (bool[T]) go to none. Weights are the chosen experts' probabilities, among the chosen if
-    `normalize`, else among all. Rows of gaps are anything. `block`, M: see `plan_experts`.
+    Each token goes to the `count` experts with its largest logits, the largest first, ties to the lower number; tokens that
+    are not `there` (bool[T]) go to none. `logits` f32[S, T, X] are parts of a router's product, which are added up with its
+    `bias` [X]. Weights are the chosen experts' probabilities, among the chosen if `normalize`, else among all. Rows of gaps
+    are anything. `block`, M: see `plan_experts`.
 
     Raises NotImplementedError for what `check_dispatch` says.
     """
     from pallas_kernels.expert_products.dispatch_gpu import dispatch_mosaic_gpu
 
     if interpret is None:
-        check_dispatch(x, logits.shape[1], count)
+        check_dispatch(x, logits.shape[2], count)
     rows, weights, position, blocks = dispatch_mosaic_gpu(
-        x, logits, there, count=count, block=block, normalize=normalize, ctas=ctas, interpret=interpret
+        x, logits, there, bias, count=count, block=block, normalize=normalize, ctas=ctas, interpret=interpret
     )
     return rows, weights, ExpertPlan(position, None, blocks, block)
 

@@ -6,6 +6,7 @@ path.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from pallas_kernels.numbers import LANES, WARPS
 
@@ -29,8 +30,9 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 class Choice:
     """Of each token the experts with the largest logits: what is chosen from, and where it goes."""
 
-    logits: Any  # f32[T, X]
-    chosen: Any  # i32[T * k], shared memory: the largest logit first
+    logits: Any  # f32[S, T, X], parts that are added up
+    bias: Any  # [X], added to them; or None
+    chosen: Any  # i32[T * k]: the largest logit first
     weights: Any  # f32[T * k]: the chosen experts' probabilities
     count: int  # k
     normalize: bool  # among the chosen, else among all
@@ -41,7 +43,7 @@ def choose(of: Choice, cta: Any, ctas: int, wg: Any, warpgroups: int, *, interpr
 
     NaNs of a sign come before or behind all numbers.
     """
-    tokens = of.logits.shape[0]
+    tokens = of.logits.shape[1]
     if interpreted:
         pl.when(wg == 0)(lambda: _choose_plainly(of, cta))
         return
@@ -55,7 +57,9 @@ def choose(of: Choice, cta: Any, ctas: int, wg: Any, warpgroups: int, *, interpr
 
 
 def _choose_plainly(of: Choice, cta: Any) -> None:
-    logits = of.logits[...]
+    logits = of.logits[...].sum(0)
+    if of.bias is not None:
+        logits += of.bias[...].astype(jnp.float32)
     logits = jnp.where(logits == 0, 0.0, logits)  # of one sign, or -0 came behind 0
     largest, experts = lax.top_k(logits, of.count)
     of.chosen[...] = experts.reshape(-1)
@@ -68,16 +72,16 @@ def _choose_plainly(of: Choice, cta: Any) -> None:
 
 
 def _choose_some(of: Choice, first: Any, cta: Any, ctas: int, warps: int, each: int) -> None:
-    refs = [of.logits, of.chosen, of.weights]
+    refs = [of.logits, of.chosen, of.weights, *([] if of.bias is None else [of.bias])]
     shape = of.logits.shape
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), SCALAR, SCALAR))
-    def run(_: Any, logits: Any, chosen: Any, weights: Any, first: Any, cta: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, *[plgpu.RefType()] * len(refs)))
+    def run(_: Any, first: Any, cta: Any, logits: Any, chosen: Any, weights: Any, bias: Any = None) -> None:
         first, cta = (x.registers.item() for x in (first, cta))
         thread = mgpu_utils.thread_idx()
         warp, lane = arith.divui(thread, _c(LANES)), arith.remui(thread, _c(LANES))
         begin = arith.addi(first, warp)
-        tokens = [_Token(logits, arith.addi(begin, _c(n * warps)), lane, shape) for n in range(each)]
+        tokens = [_Token(logits, bias, arith.addi(begin, _c(n * warps)), lane, shape) for n in range(each)]
         for nth in range(of.count):  # side by side: none waits for what another compares
             for token in tokens:
                 token.compare()
@@ -90,15 +94,17 @@ def _choose_some(of: Choice, first: Any, cta: Any, ctas: int, warps: int, each: 
             with mgpu_utils.when(own):  # for all of the warp
                 token.store_weights(weights, of.normalize)
 
-    run(*refs, first, cta)
+    run(first, cta, *refs)
 
 
 class _Token:
     """A token's experts among a warp's lanes."""
 
-    def __init__(self, logits: Any, token: ir.Value, lane: ir.Value, shape: tuple[int, ...]) -> None:
-        tokens, self._num_experts = shape
-        self._logits, self._lane = logits, lane
+    def __init__(
+        self, logits: Any, bias: Any, token: ir.Value, lane: ir.Value, shape: tuple[int, ...]
+    ) -> None:
+        self._parts, tokens, self._num_experts = shape
+        self._logits, self._bias, self._lane, self._part = logits, bias, lane, tokens * self._num_experts
         self._exists = _less(token, _c(tokens))
         self.number = arith.minui(token, _c(tokens - 1))
         each = -(-self._num_experts // LANES)
@@ -115,9 +121,17 @@ class _Token:
     def _key(self, expert: ir.Value) -> ir.Value:
         """Whole numbers in the order of the logits; 0, the least, where there is no such expert."""
         place = arith.minui(expert, _c(self._num_experts - 1))
-        row = arith.muli(self.number, _c(self._num_experts))
-        logit = llvm.load(_f32(), _at(self._logits, arith.addi(row, place)))
-        bits = arith.bitcast(_i32(), arith.addf(logit, _f(0.0)))  # -0 is 0
+        at = arith.addi(arith.muli(self.number, _c(self._num_experts)), place)
+        parts = [
+            llvm.load(_f32(), _at(self._logits, arith.addi(at, _c(n * self._part))))
+            for n in range(self._parts)
+        ]
+        if self._bias is not None:
+            kind = ir.MemRefType(self._bias.type).element_type
+            bias = memref.load(self._bias, [arith.index_cast(ir.IndexType.get(), place)])
+            parts.append(bias if kind == _f32() else arith.extf(_f32(), bias))
+        logit = functools.reduce(arith.addf, parts, _f(0.0))  # which makes -0 0
+        bits = arith.bitcast(_i32(), logit)
         negative = arith.cmpi(arith.CmpIPredicate.slt, bits, _c(0))
         key = arith.select(negative, arith.xori(bits, _c(ALL)), arith.ori(bits, _c(SIGN)))
         return arith.select(_less(expert, _c(self._num_experts)), key, _c(0))
@@ -143,9 +157,11 @@ class _Token:
     def take(self, chosen: Any, count: int, nth: int) -> None:
         """Of the lane that has it: the expert, whose place its next one takes."""
         expert = arith.minui(self._experts[0], _c(self._num_experts - 1))  # of no number, if all are NaNs
+        place = _at(chosen, arith.addi(arith.muli(self.number, _c(count)), _c(nth)))
+        shared = llvm.PointerType(place.type).address_space == mgpu_utils.WORKGROUP_NVPTX_ADDRESS_SPACE
         mgpu_utils.inline_ptx(
-            "st.shared.b32 [$0], $1;",
-            _at(chosen, arith.addi(arith.muli(self.number, _c(count)), _c(nth))),
+            f"st.{'shared' if shared else 'global'}.b32 [$0], $1;",
+            place,
             expert,
             predicate=arith.andi(self._gives, self._exists),
             has_side_effects=True,

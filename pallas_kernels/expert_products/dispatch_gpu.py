@@ -1,4 +1,4 @@
-"""Tokens dealt to their experts as one kernel for Hopper GPUs: XLA takes a dozen small ones for it.
+"""Tokens dealt to their experts as one kernel for Hopper GPUs: XLA takes a dozen small ones for it. Few are not dealt.
 
 Of each token the experts with the largest logits are chosen (`choose_gpu`), each expert's rows are counted and its first
 one found, and tokens are copied to their rows. Every CTA does all of this but the copies, of which it has a share: so no CTA
@@ -32,6 +32,7 @@ def dispatch_mosaic_gpu(
     x: jax.Array,
     logits: jax.Array,
     there: jax.Array | None,
+    bias: jax.Array | None,
     *,
     count: int,
     block: int,
@@ -40,12 +41,14 @@ def dispatch_mosaic_gpu(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, SortedBlocks]:
     """See `expert_products.dispatch`: rows, weights, and of the plan positions and blocks."""
-    (tokens, size), num_experts = x.shape, logits.shape[1]
+    (tokens, size), num_experts = x.shape, logits.shape[2]
     pairs, most = tokens * count, most_blocks(tokens * count, num_experts, block)
     ctas = min(num_sms() if ctas is None else ctas, pl.cdiv(pairs, WARPS))
-    given = {"x": x, "logits": logits.astype(jnp.float32)}
+    given = {"x": x, "logits": logits}
     if there is not None:
         given["there"] = there.astype(i32)
+    if bias is not None:
+        given["bias"] = bias
     made = {"rows": jax.ShapeDtypeStruct((num_rows(tokens, count, num_experts), size), x.dtype)}
     made["weights"] = jax.ShapeDtypeStruct((pairs,), jnp.float32)
     sizes = {
@@ -89,12 +92,33 @@ def dispatch_mosaic_gpu(
     return rows, weights.reshape(tokens, count), position.reshape(tokens, count), SortedBlocks(*of_blocks)
 
 
+@functools.partial(jax.jit, static_argnames=("count", "normalize", "interpret"))
+def choose_mosaic_gpu(
+    logits: jax.Array, bias: jax.Array | None, *, count: int, normalize: bool, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """See `expert_products.choose`."""
+    tokens = logits.shape[1]
+    given = [logits] if bias is None else [logits, bias]
+
+    def choose_experts(logits: Any, *others: Any) -> None:  # the name that profiles show
+        *added, chosen, weights = others
+        of = Choice(logits, added[0] if added else None, chosen, weights, count, normalize)
+        choose(of, i32(0), 1, i32(0), 1, interpreted=interpret is not None)
+
+    made = [jax.ShapeDtypeStruct((tokens * count,), dtype) for dtype in (i32, jnp.float32)]
+    options = {} if interpret is None else {"interpret": interpret}
+    chosen, weights = plgpu.kernel(choose_experts, out_type=made, grid=(1,), grid_names=("cta",), **options)(
+        *given
+    )
+    return chosen.reshape(tokens, count), weights.reshape(tokens, count)
+
+
 class _Dispatch:
     """Within the kernel: references by name, those of shared memory with `_s`."""
 
     def __init__(self, refs: dict[str, Any], *, cta: Any, count: int, block: int, interpreted: bool) -> None:
         self._refs, self._cta, self._count, self._block = refs, cta, count, block
-        self._tokens, self._num_experts = refs["logits"].shape
+        _, self._tokens, self._num_experts = refs["logits"].shape
         self._words = pl.cdiv(self._tokens, WORD)
         self._interpreted = interpreted
         self._gather: Any = functools.partial(numbers.gather, interpreted=interpreted)
@@ -109,8 +133,9 @@ class _Dispatch:
         self._scatter(self._refs["masks_s"], jnp.where(at < self._words * self._num_experts, at, -1), 0)
 
     def choose(self, ctas: int, wg: Any, normalize: bool) -> None:
+        refs = self._refs
         of = Choice(
-            self._refs["logits"], self._refs["chosen_s"], self._refs["weights"], self._count, normalize
+            refs["logits"], refs.get("bias"), refs["chosen_s"], refs["weights"], self._count, normalize
         )
         choose(of, self._cta, ctas, wg, WARPGROUPS, interpreted=self._interpreted)
 

@@ -16,7 +16,7 @@ from tests.kernels.dispatch_cases import Case
     [
         Case(tokens=3, experts=8, count=2, block=8),
         Case(tokens=37, experts=12, count=3, block=16, absent=(0, 5, 36), dtype="float16"),
-        Case(tokens=34, experts=5, count=5, normalize=False, equal=True),
+        Case(tokens=34, experts=5, count=5, normalize=False, equal=True, parts=3, bias="bfloat16"),
         Case(tokens=2, experts=130 // 2, count=1, block=8, absent=(0, 1)),
     ],
     ids=str,
@@ -29,18 +29,36 @@ def test_in_the_interpreter(case):
 @pytest.mark.parametrize(
     "case",
     [
+        Case(tokens=2, experts=32, count=4, parts=45, bias="bfloat16"),
+        Case(tokens=3, experts=60, count=4, normalize=False, equal=True),
+    ],
+    ids=str,
+)
+def test_choice_in_the_interpreter(case):
+    case.check_choice(interpret=plgpu.InterpretGPUParams(detect_races=True))
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(tokens=32, experts=128, count=8, size=2048),
-        Case(tokens=128, experts=32, count=4, size=2880, absent=(), block=16),
+        Case(tokens=128, experts=32, count=4, size=2880, absent=(), block=16, parts=15, bias="bfloat16"),
         Case(tokens=5, experts=60, count=4, normalize=False),
     ],
     ids=str,
 )
 def test_lowers_for_a_gpu(case, monkeypatch):
     monkeypatch.setattr(ep.support, "check_device", lambda *_: None)
-    x, logits, there = case.given()
-    how = {"count": case.count, "block": case.block, "normalize": case.normalize}
-    traced = jax.jit(lambda *given: ep.dispatch(*given, there, **how)[:2]).trace(x, logits)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("kernel_hash") == 1
+    x, logits, bias, there = case.given()
+    how = {"count": case.count, "normalize": case.normalize}
+
+    def both(x, logits):
+        rows, *_ = ep.dispatch(x, logits, bias, there, block=case.block, **how)
+        return rows, ep.choose(logits, bias, **how)
+
+    lowered = jax.jit(both).trace(x, logits).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("kernel_hash") == 2
 
 
 @pytest.mark.parametrize(
@@ -54,6 +72,6 @@ def test_lowers_for_a_gpu(case, monkeypatch):
     ],
 )
 def test_what_is_not_supported(shape, dtype, experts, count, reason):
-    x, logits = np.zeros(shape, jnp.dtype(dtype)), np.zeros((shape[0], experts), np.float32)
+    x, logits = np.zeros(shape, jnp.dtype(dtype)), np.zeros((1, shape[0], experts), np.float32)
     with pytest.raises(NotImplementedError, match=reason):
         ep.dispatch(x, logits, count=count, block=8, normalize=True)

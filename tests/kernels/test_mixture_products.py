@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_program import as_on_hopper
-from models.experts import expert_weights, likeliest
+from models.routing import expert_weights, likeliest
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products.phases import Share, mixture_phases
 from tests.kernels.layer_cases import count_kernels, in_float32

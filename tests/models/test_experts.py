@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from models.config import UnsupportedModelError, config_from_huggingface
-from models.experts import COMPARED, expert_mlp, expert_weights, likeliest, router_logits
+from models.experts import expert_mlp
 from models.fp8_weights import in_fp8
 from models.params import init_params, num_parameters
+from models.routing import COMPARED, expert_weights, likeliest, parts_to_choose_from, router_logits
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products import LEAST_NARROW
@@ -186,3 +187,12 @@ def test_a_router_s_product_that_is_split(monkeypatch):
     assert "5,3,64" in str(split)
     np.testing.assert_allclose(router_logits(x, router, bias), whole, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(router_logits(x, router, None), whole - bias, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_router_s_product_for_a_kernel():
+    """As many as the depth has for few tokens; for more as many as each CTA may read, or one."""
+    assert parts_to_choose_from(2, 2880, 32, directly=True) == 45
+    assert parts_to_choose_from(32, 2880, 32, directly=False) == 15
+    assert parts_to_choose_from(128, 2880, 32, directly=False) == 1
+    assert parts_to_choose_from(32, 2048, 128, directly=False) == 1
+    assert parts_to_choose_from(2, 100, 8, directly=True) == 1
