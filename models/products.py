@@ -99,7 +99,7 @@ def product(
 
     `weights`: floats, [..., *columns] of `depth` rows in any number of axes; or that matrix in FP8, which kernels
     multiply on a Hopper GPU, elsewhere XLA operations. `config` says whether many tokens become FP8 for that.
-    Some dozens of tokens have a kernel for 16-bit floats, too.
+    Up to 128 tokens have a kernel for 16-bit floats, too, where it is faster.
     """
     if isinstance(weights, Fp8Weights):
         assert not isinstance(x, Scaled)
@@ -155,7 +155,9 @@ def wanted_multiple(tokens: int, config: ModelConfig) -> int:
     multiple = layer_products.MULTIPLE
     if tokens > multiple and layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
         return multiple
-    return dense_products.MULTIPLE if dense_products.takes(tokens) else 1
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    taken = tokens > multiple and dense_products.takes(tokens, config.hidden_size * heads)
+    return dense_products.MULTIPLE if taken else 1
 
 
 def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:

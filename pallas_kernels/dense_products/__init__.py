@@ -1,4 +1,4 @@
-"""Products of some dozens of tokens with 16-bit weights, at the pace at which the memory gives the weights."""
+"""Products of up to 128 tokens with 16-bit weights, at the pace at which the memory gives the weights."""
 
 from typing import Any
 
@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from pallas_kernels import support
 from pallas_kernels.dense_products.common import Scaled
 from pallas_kernels.dense_products.reference import added_products_reference, dense_products_reference
-from pallas_kernels.dense_products.tuning import MOST_TOKENS, MULTIPLE, TUNING, Tuning, takes, tuning_for
+from pallas_kernels.dense_products.tuning import (
+    MOST_TOKENS,
+    MULTIPLE,
+    TUNING,
+    Tuning,
+    can_take,
+    takes,
+    tuning_for,
+)
 from pallas_kernels.gates import Gate
 
 __all__ = [
@@ -38,9 +46,9 @@ def check_supported(
         raise NotImplementedError(
             f"tokens of {x.dtype} and weights of {weights.dtype}: the kernel takes bfloat16 or float16 for both"
         )
-    if x.shape[0] % MULTIPLE or x.shape[0] > MOST_TOKENS:
+    if not can_take(x.shape[0]):
         raise NotImplementedError(
-            f"{x.shape[0]} tokens: the kernel takes multiples of {MULTIPLE} up to {MOST_TOKENS}"
+            f"{x.shape[0]} tokens: the kernel takes 1 to {MULTIPLE}, and multiples of {MULTIPLE} up to {MOST_TOKENS}"
         )
     support.check_device(device, TUNING)
 
@@ -57,8 +65,8 @@ def dense_products(
     """Tokens x [T, depth] times weights [depth, columns]: [T, columns], from sums in float32.
 
     Args:
-      x: bfloat16 or float16, as the weights; T a multiple of 8 up to MOST_TOKENS. Or what `added_products` left of a norm,
-        whose factors the sums are multiplied by.
+      x: bfloat16 or float16, as the weights; T up to 8, or a multiple of 8 up to MOST_TOKENS. Or what `added_products` left
+        of a norm, whose factors the sums are multiplied by.
       gate: the first half of the columns, rounded to that dtype, are gates of the others: [T, columns / 2].
       eps: of that norm.
       tuning: by default `tuning_for` these shapes.

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.beyond import first_rows
 from pallas_kernels.dense_products import ends, reference
 from pallas_kernels.dense_products.common import Config, Scaled, f32, i32, squares_shape, tiled
-from pallas_kernels.dense_products.tuning import STEP, TOKENS, TUNING, Tuning, warpgroups
+from pallas_kernels.dense_products.tuning import MULTIPLE, STEP, TOKENS, TUNING, Tuning, warpgroups
 from pallas_kernels.gates import Gate
 from pallas_kernels.read_once import load_once
 from pallas_kernels.support import record_for
@@ -150,7 +150,7 @@ def _load(cfg: Config, refs: dict[str, Any]) -> None:
     )
     per_half = weights.shape[1] // cfg.halves
     # What lies behind the tokens' rows is multiplied, too, and nothing of it is kept. The interpreter wants it to be there.
-    rows = x_s.shape[1] if cfg.interpreted else x.shape[0]
+    rows = x_s.shape[1] if cfg.interpreted else max(x.shape[0], MULTIPLE)
 
     def one_step(j: Any, nothing: Any) -> None:
         slot = lax.rem(j, i32(cfg.stages))

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels.support import measured_on, num_sms, record_for
 
 TOKENS = 64  # rows of a matrix instruction, a computing warpgroup's
-MULTIPLE = 8  # of tokens
+MULTIPLE = 8  # of tokens, if there are more
 MOST_TOKENS = 128  # whose sums two warpgroups' registers hold; with more XLA's products are as fast
 STEP = 64  # of the depth, that a step loads
 
@@ -31,10 +31,12 @@ class Generation:
     shared_bytes: int = 227 * 1024  # of an SM's shared memory, what a CTA may take
     columns: tuple[int, ...] = (128, 64)
     splits: tuple[int, ...] = (1, 2)  # clusters of four leave many SMs without work
-    least_tokens: int = 40  # with fewer XLA's products keep that pace as well
+    least_tokens: int = 40  # with fewer XLA's products keep that pace as well, but for those with
+    few_numbers: int = 15 << 20  # at most, whose depth it splits, with one more kernel for the sum
     least_ctas: float = 0.6  # of the multiprocessors
     least_weights: int = 1 << 23  # numbers; smaller matrices were not measured
     kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
+    kinds_few: tuple[str, ...] = ("H200",)  # for few tokens
 
 
 TUNING = {"9.0": Generation()}
@@ -55,18 +57,34 @@ def tuning_for(
             ctas = columns // (wide * halves) * splits
             if columns % (wide * halves) == depth % (STEP * splits) == 0 and ctas <= num_sms():
                 choices.append((-ctas, splits, Tuning(columns=wide, splits=splits)))
-    small = depth * columns < generation.least_weights
-    if not choices or small or not takes(tokens, device) or tokens % MULTIPLE:
+    numbers = depth * columns
+    few = numbers < generation.least_weights
+    if not choices or few or not takes(tokens, numbers, device) or not can_take(tokens):
         return None
     ctas, _, tuning = min(choices, key=lambda choice: choice[:2])
     return tuning if -ctas >= generation.least_ctas * num_sms() else None
 
 
-def takes(tokens: int, device: jax.Device | None = None) -> bool:
-    """Whether products of about so many tokens are worth the kernel on the device, by default the first."""
+def takes(tokens: int, numbers: int | None = None, device: jax.Device | None = None) -> bool:
+    """Whether products of about so many tokens are worth the kernel on the device, by default the first.
+
+    numbers: of the weights; None: of any.
+    """
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
-    return measured_on(generation.kinds, device) and generation.least_tokens <= tokens <= MOST_TOKENS
+    least = generation.least_tokens
+    if (
+        numbers is not None
+        and numbers <= generation.few_numbers
+        and measured_on(generation.kinds_few, device)
+    ):
+        least = 1
+    return measured_on(generation.kinds, device) and least <= tokens <= MOST_TOKENS
+
+
+def can_take(tokens: int) -> bool:
+    """Whether the kernel can have so many."""
+    return 1 <= tokens <= MOST_TOKENS and (tokens <= MULTIPLE or tokens % MULTIPLE == 0)
 
 
 def warpgroups(tokens: int) -> int:

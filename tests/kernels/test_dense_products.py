@@ -34,14 +34,14 @@ from tests.kernels.expert_cases import relative_error
 @pytest.mark.parametrize(
     ("tokens", "depth", "columns", "gate", "tuning"),
     [
-        (8, 128, 64, None, Tuning(columns=64)),
+        (3, 128, 64, None, Tuning(columns=64)),
         (72, 512, 128, None, Tuning(columns=64, splits=2)),
         (64, 576, 256, None, Tuning(columns=128)),
         (104, 1024, 256, "silu", Tuning(columns=64)),
         (40, 1024, 256, "gelu", Tuning(columns=128)),
     ],
     ids=[
-        "one step",
+        "one step, a few tokens",
         "split, two warpgroups",
         "slots used again",
         "gated, part of a warpgroup",
@@ -115,13 +115,25 @@ def test_models_are_cut_so(depth, columns, gated, tuning):
     assert tuning_for(MOST_TOKENS + 8, depth, columns, gated=gated) is None
 
 
+def test_few_tokens_have_the_kernel_where_matrices_are_small():
+    """GPT-OSS-20B's and Qwen3-30B-A3B's: XLA's would be two kernels each."""
+    for tokens in (1, 2, 8, 32):
+        assert tuning_for(tokens, 2880, 5120) == Tuning(columns=64)
+        assert tuning_for(tokens, 4096, 2880) == Tuning(columns=64, splits=2)
+        assert tuning_for(tokens, 2048, 5120) == Tuning(columns=64)
+        assert tuning_for(tokens, 4096, 4096) is None
+    assert tuning_for(9, 2880, 5120) is None
+
+
 def test_what_has_no_kernel_is_said():
     x, weights = jnp.ones((64, 4096), jnp.bfloat16), jnp.ones((4096, 4096), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="platform cpu: the kernels run on NVIDIA Hopper GPUs"):
         dense_products.dense_products(x, weights)
     with pytest.raises(NotImplementedError, match="tokens of float32 and weights of bfloat16"):
         dense_products.dense_products(x.astype(jnp.float32), weights)
-    with pytest.raises(NotImplementedError, match="60 tokens: the kernel takes multiples of 8 up to 128"):
+    with pytest.raises(
+        NotImplementedError, match="60 tokens: the kernel takes 1 to 8, and multiples of 8 up to 128"
+    ):
         dense_products.dense_products(x[:60], weights)
     with pytest.raises(ValueError, match="cannot be cut"):
         dense_products.dense_products(
@@ -206,7 +218,7 @@ def test_layers_with_norms_behind_products(monkeypatch):
 
     expected, calls = logits("apart"), []
     monkeypatch.setattr(products, "_dense_tuning", lambda *_, **__: Tuning(columns=64))
-    monkeypatch.setattr(dense_products, "takes", lambda tokens: tokens == 40)
+    monkeypatch.setattr(dense_products, "takes", lambda tokens, *_: tokens == 40)
     monkeypatch.setattr(dense_products, "added_products", added_products)
     monkeypatch.setattr(
         dense_products,

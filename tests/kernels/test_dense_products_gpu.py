@@ -31,6 +31,20 @@ def test_products_of_models(tokens, depth, columns, gate, tuning, dtype):
     check_products(tokens, depth, columns, gate, tuning, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 32])
+@pytest.mark.parametrize(
+    ("depth", "columns", "tuning"),
+    [
+        (2880, 5120, Tuning(columns=64)),
+        (4096, 2880, Tuning(columns=64, splits=2)),
+        (2048, 5120, Tuning(columns=64)),
+    ],
+)
+def test_products_of_few_tokens(tokens, depth, columns, tuning, dtype):
+    check_products(tokens, depth, columns, None, tuning, dtype)
+
+
 @pytest.mark.parametrize("tokens", [8, 64, 104, 128])
 @pytest.mark.parametrize(
     ("depth", "columns", "gate", "tuning"),
