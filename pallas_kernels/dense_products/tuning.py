@@ -58,8 +58,8 @@ def tuning_for(
             if columns % (wide * halves) == depth % (STEP * splits) == 0 and ctas <= num_sms():
                 choices.append((-ctas, splits, Tuning(columns=wide, splits=splits)))
     numbers = depth * columns
-    few = numbers < generation.least_weights
-    if not choices or few or not takes(tokens, numbers, device) or not can_take(tokens):
+    small = numbers < generation.least_weights
+    if not choices or small or not takes(tokens, numbers, device) or not can_take(tokens):
         return None
     ctas, _, tuning = min(choices, key=lambda choice: choice[:2])
     return tuning if -ctas >= generation.least_ctas * num_sms() else None
@@ -72,13 +72,8 @@ def takes(tokens: int, numbers: int | None = None, device: jax.Device | None = N
     """
     device = jax.devices()[0] if device is None else device
     generation = record_for(TUNING, device)
-    least = generation.least_tokens
-    if (
-        numbers is not None
-        and numbers <= generation.few_numbers
-        and measured_on(generation.kinds_few, device)
-    ):
-        least = 1
+    few = numbers is not None and generation.least_weights <= numbers <= generation.few_numbers
+    least = 1 if few and measured_on(generation.kinds_few, device) else generation.least_tokens
     return measured_on(generation.kinds, device) and least <= tokens <= MOST_TOKENS
 
 

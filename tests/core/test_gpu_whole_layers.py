@@ -1,6 +1,7 @@
 """On a Hopper GPU: steps whose layers are one kernel each, or whose attention makes the heads, against other ways."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,19 @@ def test_steps_with_heads_made(shape, changes):
     for made in (True, False):
         with without(decode_layer), contextlib.nullcontext() if made else WAYS["heads-apart"][0]():
             outs.append(steps(config.replace(name=f"{config.name}, {made} {changes}"), params))
+    check_same(*outs)
+
+
+@pytest.mark.parametrize("slots", [6, 40])
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b-bf16"])
+def test_steps_of_mixtures(shape, slots):
+    """Experts chosen and added up by kernels and by XLA. All are chosen: which are best may change with rounding."""
+    changes: dict[str, Any] = {"num_layers": 3, "vocab_size": 1024, "num_experts": 8, "experts_per_token": 8}
+    config = SHAPES[shape].replace(**changes, sliding_layers=(0, 2) if SHAPES[shape].sliding_layers else ())
+    params, outs = weights_of(config), []
+    for apart in (False, True):
+        with WAYS["dispatch-apart"][0]() if apart else contextlib.nullcontext():
+            outs.append(steps(config.replace(name=f"{config.name}, {apart} {slots}"), params, slots))
     check_same(*outs)
 
 
