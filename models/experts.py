@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from models.routing import Experts, Routed, has_kernel, routed_at_once, routed_by_xla
+from models.routing import Routed, has_kernel, routed_at_once, routed_by_xla
 from pallas_kernels import expert_products as ep
 from pallas_kernels.fp8_products import (
     Fp8Tokens,
@@ -32,12 +32,8 @@ def expert_mlp(
     x: Float[Array, "T E"],
     config: ModelConfig,
     there: Bool[Array, " T"] | None = None,
-    *,
-    in_parts: bool = False,
-) -> Float[Array, "T E"] | Experts:
+) -> Float[Array, "T E"]:
     """What the chosen experts make of each token, weighted and added up; in the dtype of x.
-
-    `in_parts`: not added up, where a kernel does that with the residual and its norm.
 
     Tokens that are not `there` go through no expert, so that none is read for them alone: zeros come out. On a Hopper GPU a
     kernel multiplies, elsewhere XLA operations, expert by expert.
@@ -87,8 +83,6 @@ def expert_mlp(
                 h = ep.expert_products(h, matrices, routed.plan, tuning=tuning, bias=bias, limit=limit)
             else:
                 h = ep.expert_products_reference(h, matrices, routed.plan, bias=bias, limit=limit)
-    if in_parts and routed.shares is not None and x.shape[1] <= ep.MOST_COMBINED:
-        return Experts(h, routed.plan.rows(), routed.shares, there)
     with jax.named_scope("add_experts"):
         total = add_experts(h, routed, hold=many).astype(x.dtype)
         return total if there is None else jnp.where(there[:, None], total, jnp.zeros_like(total))
@@ -101,7 +95,7 @@ def add_experts(h: Float[Array, "M E"], routed: Routed, hold: bool) -> Float[Arr
     divided: then the sum of weights needs no kernel either. Of many, XLA would make a token's weights anew for every
     element of it, which takes many times as long as adding up: `hold` makes them a kernel of their own.
     """
-    plan, weights, whole, mine, _ = routed
+    plan, weights, whole, mine = routed
     directly = isinstance(plan, ep.DirectPlan)
     if not directly:
         weights = [weight / whole for weight in weights]

@@ -13,10 +13,8 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.params import Params
-from models.routing import Experts
 from models.shares import Share, over_devices
 from pallas_kernels import all_reduce, dense_products, layer_products
-from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.dense_products import Scaled
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
@@ -33,30 +31,26 @@ MIXTURE_MATRICES = ("qkv", "attn_out", "router", "expert_gate_up", "expert_down"
 
 def added_norm(
     x: Float[Array, "T depth"],
-    added: Float[Array, "T depth"] | Share | Scaled | Experts | None,
+    added: Float[Array, "T depth"] | Share | Scaled | None,
     norm: Float[Array, " depth"],
     weights: Array | Fp8Weights | None,
     config: ModelConfig,
 ) -> tuple[Float[Array, "T depth"], Any]:
     """x + added, and its RMS norm for products with `weights`: as Fp8Tokens where they take these and a kernel makes them.
 
-    added: None for nothing; a device's share is added up with the others', and what experts made; with that of
-    `added_product` x has all, and it is the norm. weights: None where not only such products read the norm.
+    added: None for nothing; a device's share is added up with the others'; with that of `added_product` x has all, and it is
+    the norm. weights: None where not only such products read the norm.
     """
-    how = {"eps": config.norm_eps, "offset": config.norm_offset}
     if isinstance(added, Scaled):
         return x, added
-    narrow = isinstance(weights, Fp8Weights) and _narrow(x, config) and _has_kernel(x, weights)
-    if isinstance(added, Experts):
-        if norm.dtype == x.dtype and not narrow:
-            return ep.combine(x, added.products, added.rows, added.weights, norm, added.there, **how)
-        added = added.added_up()
     if isinstance(added, Share):
         if added.links is not None:
+            how = {"eps": config.norm_eps, "offset": config.norm_offset}
             return all_reduce.added_norm(x, added.part, norm, added.links, **how)
         added = over_devices(added, config)
+    narrow = isinstance(weights, Fp8Weights) and _narrow(x, config) and _has_kernel(x, weights)
     if narrow and x.shape[1] <= fp8.MOST_NORMED:
-        return fp8.normed_tokens(x, norm, added=added, **how)
+        return fp8.normed_tokens(x, norm, added=added, eps=config.norm_eps, offset=config.norm_offset)
     x = x if added is None else x + added
     return x, rms_norm(x, norm, config.norm_eps, config.norm_offset)
 

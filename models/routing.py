@@ -29,28 +29,6 @@ class Routed(NamedTuple):
     weights: list[Float[Array, "T 1"]]  # of each token's j-th expert, to be divided by
     whole: Float[Array, "T 1"]
     mine: Bool[Array, "T k"] | None = None  # which of them the plan has; None: all
-    shares: Float[Array, "T k"] | None = (
-        None  # the weights as one array, divided already, if a kernel has made them
-    )
-
-
-class Experts(NamedTuple):
-    """What experts made of tokens, still to be added up, which the next norm's kernel does."""
-
-    products: Float[Array, "M E"]
-    rows: Int[Array, "T k"]  # of `products`, of each token
-    weights: Float[Array, "T k"]
-    there: Bool[Array, " T"] | None
-
-    def added_up(self) -> Float[Array, "T E"]:
-        """As XLA operations; zeros of tokens that are not there."""
-        count = self.rows.shape[1]
-        parts = [
-            self.products[self.rows[:, j]].astype(jnp.float32) * self.weights[:, j : j + 1]
-            for j in range(count)
-        ]
-        total = sum(parts[1:], parts[0]).astype(self.products.dtype)
-        return total if self.there is None else jnp.where(self.there[:, None], total, jnp.zeros_like(total))
 
 
 def likeliest(logits: Float[Array, "T X"], count: int) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
@@ -158,8 +136,7 @@ def routed_at_once(
             rows, plan = x, ep.plan_directly(experts, there)
         else:
             rows, weights, plan = ep.dispatch(x, logits, bias, there, block=block, **how)
-    each = [weights[:, j : j + 1] for j in range(count)]
-    return rows, Routed(plan, each, jnp.ones((1, 1), weights.dtype), shares=weights)
+    return rows, Routed(plan, [weights[:, j : j + 1] for j in range(count)], jnp.ones((1, 1), weights.dtype))
 
 
 def routed_by_xla(

@@ -30,7 +30,6 @@ from models.products import (
     product,
 )
 from models.rope import rope_tables, rotate
-from models.routing import Experts
 from models.shares import Share, over_devices
 from pallas_kernels.dense_products import Scaled
 from pallas_kernels.layer_products import counters_of
@@ -79,7 +78,7 @@ def _embed(table: Array, tokens: Array, config: ModelConfig, links: Array | None
 def _attention_inputs(
     layer_params: Params,
     x: Array,
-    added: Array | Share | Scaled | Experts | None,
+    added: Array | Share | Scaled | None,
     heads: Array | None,
     cos: Array,
     sin: Array,
@@ -110,7 +109,7 @@ def _attention_inputs(
 
 @partial(jax.jit, static_argnames="config")
 def _heads_product(
-    layer_params: Params, x: Array, added: Array | Share | Scaled | Experts | None, config: ModelConfig
+    layer_params: Params, x: Array, added: Array | Share | Scaled | None, config: ModelConfig
 ) -> tuple[Array, Array]:
     """(x + added, the product [1, T, H] of which attention makes its heads)."""
     with jax.named_scope("attn_norm"):
@@ -131,7 +130,7 @@ def _after_attention(
     counters: Array | None,
     config: ModelConfig,
     in_parts: bool = False,
-) -> tuple[Array, Array | Share | Scaled | Experts | None, Array | None]:
+) -> tuple[Array, Array | Share | Scaled | None, Array | None]:
     """(x, what is to be added to it or its norm, see `added_norm`; the following layer's heads).
 
     `counters`: of `end_of_layer`, or there is none. `in_parts`: see `ended`.
@@ -156,8 +155,7 @@ def _after_attention(
         x, h = added_norm(x, added, norm, gates, config) if done is None else done
     with jax.named_scope("mlp"):
         if routed:
-            in_parts = not config.post_norms and config.tensor_axis is None
-            h = expert_mlp(layer_params, h, config, there, in_parts=in_parts)
+            h = expert_mlp(layer_params, h, config, there)
         else:
             h, down = gated_product(h, layer_params["gate_up"], config), layer_params["down"]
             if following is not None:
@@ -171,14 +169,12 @@ def _after_attention(
         return x, added, None
 
 
-def _shared(h: Any, links: Array | None, config: ModelConfig) -> Any:
+def _shared(h: Array, links: Array | None, config: ModelConfig) -> Array | Share:
     """Of a product over an axis that is dealt to the devices."""
     return h if config.tensor_axis is None else Share(h, links)
 
 
-def _whole(added: Array | Share | Experts, config: ModelConfig) -> Array:
-    if isinstance(added, Experts):
-        return added.added_up()
+def _whole(added: Array | Share, config: ModelConfig) -> Array:
     return over_devices(added, config) if isinstance(added, Share) else added
 
 

@@ -13,7 +13,6 @@ from pallas_kernels.expert_products.tuning import (
     LEAST_NARROW,
     MANY_TOKENS,
     MOST_CHOSEN,
-    MOST_COMBINED,
     MOST_EXPERTS,
     MOST_TOKENS,
     PACKED_TUNING,
@@ -29,7 +28,6 @@ from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
 __all__ = [
     "LEAST_NARROW",
     "MANY_TOKENS",
-    "MOST_COMBINED",
     "DirectPlan",
     "ExpertPlan",
     "PackedTuning",
@@ -37,7 +35,6 @@ __all__ = [
     "check_dispatch",
     "check_supported",
     "choose",
-    "combine",
     "dispatch",
     "expert_products",
     "expert_products_reference",
@@ -139,31 +136,6 @@ def dispatch(
         x, logits, there, bias, count=count, block=block, normalize=normalize, ctas=ctas, interpret=interpret
     )
     return rows, weights, ExpertPlan(position, None, blocks, block)
-
-
-def combine(
-    x: jax.Array,
-    products: jax.Array,
-    rows: jax.Array,
-    weights: jax.Array,
-    norm: jax.Array,
-    there: jax.Array | None = None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """(x [T, E] and what experts made of each token; the RMS norm of that), both rounded to the dtype of x.
-
-    That is the sum of products [M, E], those of the `rows` i32[T, count] times `weights` f32[T, count], rounded, and nothing
-    of tokens that are not `there` (bool[T]). norm: [E], to which `offset` is added. All of 16 bits, E a multiple of 8 and at
-    most MOST_COMBINED.
-    """
-    from pallas_kernels.expert_products.combine_gpu import combine_mosaic_gpu
-
-    return combine_mosaic_gpu(
-        x, products, rows, weights, norm, there, eps=eps, offset=offset, interpret=interpret
-    )
 
 
 def expert_products(

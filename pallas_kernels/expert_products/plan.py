@@ -107,10 +107,6 @@ class ExpertPlan(NamedTuple):
             return Fp8Tokens(self.given(x.codes, gather), x.scales[self.token], len(self.token))
         return x[self.token] if gather is None else gather(x, self.token)
 
-    def rows(self) -> jax.Array:
-        """i32[T, k]: where the products of each token's experts are."""
-        return self.position
-
     def chosen(self, h: jax.Array, j: int) -> jax.Array:
         """Of products [M, E] those of each token's j-th expert: [T, E]."""
         return h[self.position[:, j]]
@@ -125,11 +121,6 @@ class DirectPlan(NamedTuple):
     def given(self, x: jax.Array | Fp8Tokens, gather: Gather | None = None) -> Any:
         """What is multiplied: the tokens themselves."""
         return x
-
-    def rows(self) -> jax.Array:
-        """See `ExpertPlan.rows`."""
-        count, each = self.blocks.expert.shape[0], self.blocks.per_token
-        return (lax.iota(i32, count) * ALIGN).reshape(-1, each)
 
     def chosen(self, h: jax.Array, j: int) -> jax.Array:
         """Of products [T * k * 8, E] those of each token's j-th expert: [T, E]; of tokens that are not there anything."""

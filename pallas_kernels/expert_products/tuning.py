@@ -16,7 +16,6 @@ MANY_TOKENS = (
 )
 # Of what one kernel deals to experts: every CTA chooses for all tokens.
 MOST_TOKENS, MOST_EXPERTS, MOST_CHOSEN = 128, 128, 32
-MOST_COMBINED = 8192  # numbers of a token that a warpgroup has registers for
 ALIGN = 8  # rows; an expert's begin at a multiple of it, as loads do
 
 

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.routing import Experts, expert_weights, likeliest
+from models.routing import expert_weights, likeliest
 from pallas_kernels import expert_products as ep
-from pallas_kernels.norms import rms_norm
-from tests.kernels.expert_cases import relative_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,29 +80,3 @@ class Case:
         found = np.asarray(rows[want.position], np.float32)[taken]
         tokens = np.broadcast_to(np.asarray(x, np.float32)[:, None], (*taken.shape, self.size))
         np.testing.assert_array_equal(found, tokens[taken])
-
-
-def check_combined(
-    tokens: int, count: int, size: int, dtype: str, *, offset: float = 0.0, **options: Any
-) -> None:
-    """A residual and what experts made, and its norm, as XLA operations have them; without what is not there."""
-    rng = np.random.default_rng(tokens + size)
-    rows = jnp.asarray(
-        rng.permutation(8 * tokens * count)[: tokens * count].reshape(tokens, count), jnp.int32
-    )
-    there = np.arange(tokens) % 3 != 1
-    products = rng.standard_normal((8 * tokens * count, size))
-    products[np.asarray(rows)[~there]] = np.nan
-    x, norm, made = (
-        jnp.asarray(a, dtype)
-        for a in (rng.standard_normal((tokens, size)), rng.standard_normal(size), products)
-    )
-    weights = jnp.asarray(rng.random((tokens, count)), jnp.float32)
-    for given in (there, None) if there.all() else (there,):
-        mask = None if given is None else jnp.asarray(given)
-        total, normed = ep.combine(x, made, rows, weights, norm, mask, eps=1e-5, offset=offset, **options)
-        want = x + Experts(made, rows, weights, mask).added_up()
-        bound = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
-        assert relative_error(total, np.asarray(want, np.float64)) < bound
-        exact = rms_norm(total.astype(jnp.float32), norm, 1e-5, offset)
-        assert relative_error(normed, exact) < bound / 2 and total.dtype == normed.dtype == x.dtype
