@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from models.routing import Routed, has_kernel, routed_at_once, routed_by_xla
+from models.routing import Routed, goes_at_once, routed_at_once, routed_by_xla
 from pallas_kernels import expert_products as ep
 from pallas_kernels.fp8_products import (
     Fp8Tokens,
@@ -67,7 +67,7 @@ def expert_mlp(
     block = tuning.rows if kernel else 8 if rows <= 32 * num_experts else 64
     many = False  # tokens, whose rows and weights are worth kernels of their own
     h: Any
-    if kernel and here == num_experts and not narrow and has_kernel(x, config):
+    if kernel and here == num_experts and not narrow and goes_at_once(x, config):
         h, routed = routed_at_once(layer_params, x, there, config, block, directly)
     else:
         routed = routed_by_xla(layer_params, x, there, config, block, here, directly)

@@ -103,7 +103,7 @@ def parts_to_choose_from(tokens: int, depth: int, num_experts: int, directly: bo
     return held if held >= LEAST_PARTS else 1
 
 
-def has_kernel(x: Float[Array, "T E"], config: ModelConfig) -> bool:
+def goes_at_once(x: Float[Array, "T E"], config: ModelConfig) -> bool:
     """Whether `routed_at_once` takes these tokens."""
     try:
         ep.check_dispatch(x, config.num_experts, config.experts_per_token)
@@ -120,7 +120,7 @@ def routed_at_once(
     block: int,
     directly: bool,
 ) -> tuple[Float[Array, "M E"], Routed]:
-    """(rows of experts, where they go), by one kernel behind the router's product."""
+    """(what experts multiply, where tokens go), by one kernel behind the router's product."""
     router, bias, count = layer_params["router"], layer_params.get("router_bias"), config.experts_per_token
     with jax.named_scope("route"):
         parts = parts_to_choose_from(len(x), x.shape[1], config.num_experts, directly)

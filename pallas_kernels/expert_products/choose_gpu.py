@@ -53,7 +53,7 @@ def choose(of: Choice, cta: Any, ctas: int, wg: Any, warpgroups: int, *, interpr
     def some(n: Any, _: None) -> None:
         _choose_some(of, n * (warps * each), cta, ctas, warps, each)
 
-    lax.fori_loop(0, -(-tokens // (warps * each)), some, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(-(-tokens // (warps * each))), some, None)
 
 
 def _choose_plainly(of: Choice, cta: Any) -> None:

@@ -48,7 +48,8 @@ def test_choice_in_the_interpreter(case):
     ],
     ids=str,
 )
-def test_lowers_for_a_gpu(case, monkeypatch):
+@pytest.mark.parametrize("wide", [False, True], ids=["", "beside 64-bit numbers"])
+def test_lowers_for_a_gpu(case, wide, monkeypatch):
     monkeypatch.setattr(ep.support, "check_device", lambda *_: None)
     x, logits, bias, there = case.given()
     how = {"count": case.count, "normalize": case.normalize}
@@ -57,7 +58,8 @@ def test_lowers_for_a_gpu(case, monkeypatch):
         rows, *_ = ep.dispatch(x, logits, bias, there, block=case.block, **how)
         return rows, ep.choose(logits, bias, **how)
 
-    lowered = jax.jit(both).trace(x, logits).lower(lowering_platforms=("cuda",))
+    with jax.enable_x64(wide):
+        lowered = jax.jit(both).trace(x, logits).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("kernel_hash") == 2
 
 
