@@ -209,6 +209,11 @@ class Detokenizer:
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
 
+    @property
+    def holds(self) -> bool:
+        """Whether bytes of a character are held back."""
+        return bool(self._utf8.getstate()[0])
+
     def flush(self) -> str:
-        """What is still held back, as U+FFFD; call once at the end of the stream."""
+        """What is still held back, as U+FFFD; what comes then begins a character."""
         return self._utf8.decode(b"", final=True)

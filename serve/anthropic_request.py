@@ -185,7 +185,9 @@ def _add_turn(messages: list[dict[str, Any]], role: str, blocks: list[dict[str, 
 
 
 def _add_answer(messages: list[dict[str, Any]], role: str, blocks: list[dict[str, Any]], where: str) -> None:
-    message: dict[str, Any] = {"role": role, "content": ""}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for n, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "tool_use":
@@ -193,14 +195,18 @@ def _add_answer(messages: list[dict[str, Any]], role: str, blocks: list[dict[str
                 raise _fault(f"{where}.{n}.input", "give an object")
             name, arguments = _string(block, "name", f"{where}.{n}"), json_bytes(block["input"]).decode()
             call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-            call["id"] = _string(block, "id", f"{where}.{n}")
-            message.setdefault("tool_calls", []).append(call)
+            calls.append(call | {"id": _string(block, "id", f"{where}.{n}")})
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":
-            message["content"] += _text([block], f"{where}.{n}")
-    if len(message.get("tool_calls", ())) > MAX_TOOLS:
+            texts.append(_text([block], f"{where}.{n}"))
+    if len(calls) > MAX_TOOLS:
         raise _fault(where, f"at most {MAX_TOOLS} blocks of type 'tool_use' are possible")
+    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     messages.append(message)
 
 
@@ -250,7 +256,7 @@ def _tool_choice(choice: dict[str, Any]) -> object:
         if not isinstance(choice.get("name"), str):
             raise _fault("tool_choice.name", "give the name of one of the 'tools'")
         return {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise _fault("tool_choice", "its type must be 'auto', 'any', 'tool' or 'none'")
     return _CHOICES[kind]
 

@@ -66,6 +66,7 @@ class Choice:
         self._unread: list[tuple[TokenLogprob, int]] = []
         self._content = 0  # characters of content
         self._told = 0  # characters of the text that are no part of a stop string
+        self._begun = False  # the prompt has bytes of a character whose end has not come yet
         self._offset = 0  # characters that came out of the detokenizer, and the echo
         self.num_tokens = 0
         self._thinking_tokens = 0  # generated while there may be thoughts, or are
@@ -91,10 +92,17 @@ class Choice:
         ambiguous = ("\ufffd", *special_texts(self._tokenizer))
         return None if not text or any(part in text for part in ambiguous) else (text, self._shown)
 
-    def continue_text(self, prompt_ids: Sequence[int]) -> None:
-        """The generation continues this prompt in the middle of a text: a leading space is a part of it."""
+    def continue_text(self, prompt_ids: Sequence[int], *, whole: bool = False) -> None:
+        """The generation continues this prompt in the middle of a text: a leading space is a part of it.
+
+        A character that the prompt has begun is a part of it, too, if the generation completes it, and is not there if not.
+        `whole`: the generation begins with a character of its own, as a grammar has it.
+        """
         for token_id in prompt_ids[-4:]:  # a character may have begun that long ago
             self._detokenizer.add(token_id)
+        if whole:
+            self._detokenizer.flush()
+        self._begun = self._detokenizer.holds
 
     def echo(
         self, text: str | None, prompt_ids: Sequence[int], logprobs: Sequence[PromptLogprob | None] | None
@@ -112,13 +120,18 @@ class Choice:
                         [] if given is None else given.top_logprobs,
                     )
                 )
-            piece = self._detokenizer.add(token_id)
             if text is not None and token_id in self._tokenizer.special_ids:
-                # Written out in the text, or put before it by the tokenizer.
+                # Written out in the text, or put before it by the tokenizer: then the text begins behind it.
                 written = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
                 piece = written if text.startswith(written, self._offset) else ""
+                if piece:
+                    self._detokenizer.add(token_id)
+            else:
+                piece = self._detokenizer.add(token_id)
             pieces.append(piece)
             self._offset += len(piece)
+        if self._drop_generated:  # nothing completes a character
+            pieces.append(self._detokenizer.flush())
         if text is None:
             text = "".join(pieces)
         self._offset = len(text)
@@ -138,7 +151,7 @@ class Choice:
             self._finish("stop", None)
             return output.finish_reason is None
         if output.finish_reason is not None:
-            self._add_text(self._detokenizer.flush())
+            self._add_text(self._without_begun(self._detokenizer.flush()))
             stop_reason: str | int | None = self._scanner.matched
             if stop_reason is not None:  # a stop string of replacement characters
                 self._finish("stop", stop_reason)
@@ -164,7 +177,7 @@ class Choice:
         if output.finish_reason == "stop" and not self._include_stop:
             # The token that ended the text is not a part of it; what it ends, the reader may have to know.
             if marker := self._marks.get(token_id):
-                self._add_mark(self._detokenizer.flush(), marker)
+                self._add_mark(self._without_begun(self._detokenizer.flush()), marker)
             return
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
             self._shown = None
@@ -172,14 +185,21 @@ class Choice:
             self._shown.append(token_id)
         if self._skips and self._reader is not None and self._reader.skips(token_id):
             return
-        text = self._detokenizer.add(token_id)
-        unsaid = self._reader is None or self._reader.framing or token_id in self._tokenizer.special_ids
-        if entry is not None and not unsaid:
+        text = self._without_begun(self._detokenizer.add(token_id))
+        said = self._reader is not None and token_id not in self._tokenizer.special_ids
+        if entry is not None and said:
             self._unread.append((entry, len(text)))
         if (marker := self._marks.get(token_id)) is None:
             self._add_text(text)
         else:
             self._add_mark(text.removesuffix(marker), marker)
+
+    def _without_begun(self, text: str) -> str:
+        """Without what stands for bytes of the prompt's, if no generated ones complete their character."""
+        if self._begun and text:
+            self._begun = False
+            return text.removeprefix("\ufffd")
+        return text
 
     def _add_text(self, text: str) -> None:
         if self._drop_generated:
@@ -213,8 +233,9 @@ class Choice:
         while end and 0 < self._unread[end - 1][1] <= hidden:
             end -= 1
             hidden -= self._unread[end][1]
-        start, left = end, sum(len(part.text) for part in parts if isinstance(part, Content))
-        self._content += left
+        contents = [part for part in parts if isinstance(part, Content)]
+        self._content += sum(len(part.text) for part in contents)
+        start, left = end, sum(len(part.text) - part.gap for part in contents)
         while start and (left > 0 or (start < end and not self._unread[start - 1][1])):
             start -= 1  # also over the first bytes of a character
             left -= self._unread[start][1]

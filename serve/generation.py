@@ -201,9 +201,10 @@ class Generation:
         ]
         continues = chat.continue_final_message if chat else not self._echo
         # A grammar sees the first token's leading space, so that it belongs to the text.
-        if continues or (params[0].grammar and not self._echo):
+        by_grammar = params[0].grammar is not None and not self._echo
+        if continues or by_grammar:
             for index, choice in enumerate(self.choices):
-                choice.continue_text(self.prompt_of(index).ids)
+                choice.continue_text(self.prompt_of(index).ids, whole=by_grammar)
         requests = [
             GenerationRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{p}",

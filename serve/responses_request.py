@@ -161,6 +161,8 @@ def conversation_of(given: object, instructions: str | None) -> "_Conversation":
         if add is None:
             raise _fault(f"items of type {str(kind)[:40]!r} are not supported: {', '.join(_ITEMS)} are")
         add(conversation, item)
+    if not conversation.messages:
+        raise _fault("there is no message in it, nor a call: give what is to be answered")
     return conversation
 
 

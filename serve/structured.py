@@ -120,7 +120,10 @@ def _json_spec(schema: Any, param: str, kind: Kind = "json") -> GrammarSpec:
             raise _refused(param, f"the string is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise _refused(param, "give a JSON schema, as an object or as a string that holds one")
-    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # as 1e999 is read
+        raise _refused(param, "a number in the schema is larger than a double can be") from None
     if len(text) > MAX_GRAMMAR:
         raise _refused(param, f"a schema may have at most {MAX_GRAMMAR} characters, this one has {len(text)}")
     return GrammarSpec(kind, text, param)

@@ -11,6 +11,10 @@ class TextDetokenizer(Protocol):
     def add(self, token_id: int) -> str:
         """The text that one more token completes (may be empty)."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether bytes of a character are held back."""
+
     def flush(self) -> str:
         """What is still held back, as U+FFFD."""
 

@@ -67,6 +67,8 @@ def called(*more, **fields):
         ),
         ({"tools": FUNCTIONS, "tool_choice": {"type": "tool"}}, "'tool_choice.name': give the name"),
         ({"tool_choice": {}}, "'auto', 'any', 'tool' or 'none'"),
+        ({"tool_choice": {"type": []}}, "'auto', 'any', 'tool' or 'none'"),
+        ({"tool_choice": {"type": {}}}, "'auto', 'any', 'tool' or 'none'"),
         ({"tool_choice": {"type": "auto", "paralel": True}}, "no field 'paralel'"),
         (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": "false"}},

@@ -288,3 +288,18 @@ def test_a_message_may_be_continued(server, stream, said, written, expected, end
     body = {"continue_final_message": True, "add_generation_prompt": False}
     assert plain_ask(server, stream, messages=messages, extra_body=body) == (*expected, "stop")
     assert prompt(server).endswith(f"{START}<|channel|>{ending}")
+
+
+@pytest.mark.parametrize("text", ["hello there", "x" * 300, "assistant and more"])
+def test_responses_have_log_probabilities_of_text_in_no_message(server, text):
+    script(server, text, end=None)
+    body = {
+        "input": "hi",
+        "max_output_tokens": 400,
+        "top_logprobs": 1,
+        "include": ["message.output_text.logprobs"],
+    }
+    (item,) = server.post("/v1/responses", body).json()["output"]
+    (content,) = item["content"]
+    assert "".join(entry["token"] for entry in content["logprobs"]) == content["text"]
+    assert content["text"] and text.endswith(content["text"])

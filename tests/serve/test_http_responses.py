@@ -255,6 +255,7 @@ def test_what_has_no_effect_is_taken(served):
     ("body", "param", "message"),
     [
         ({"input": []}, "input", "a list of items that is not empty"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "there is no message in it, nor a call"),
         ({"input": 3}, "input", "give a text, or a list"),
         ({"input": None}, "input", "Missing required parameter: 'input'"),
         ({"input": ["a"]}, "input", "an item must be an object"),

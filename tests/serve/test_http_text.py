@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from serve.choice import Choice
 from serve.request import PromptLogprob, SamplingParams, TokenOutput
 from serve.text import StopScanner
+from tests.models.test_tokenizer import sentencepiece_tokenizer
 from tests.serve.http_server import EOS, TOKENIZER, ids
 
 
@@ -143,6 +144,20 @@ def test_a_text_that_goes_on_within_a_character():
         assert choice.take().text == whole
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_text_that_does_not_complete_the_character_of_its_prompt(whole):
+    """What stands for the prompt's bytes is none of it, nor a stop string; what the text itself leaves unfinished is."""
+    for begun in ids("é")[:1], ids("🙂")[:3]:
+        for told, wanted in ((ids("yes"), "yes"), (ids("é")[:1], "\ufffd"), ([], "")):
+            choice = Choice(TOKENIZER, SamplingParams(max_tokens=9), stops=["\ufffdy"])
+            choice.continue_text([*ids("caf"), *begun], whole=whole)
+            for token in told:
+                choice.feed(TokenOutput(token_id=token))
+            choice.feed(TokenOutput(token_id=None, finish_reason="stop"))
+            delta = choice.take()
+            assert (delta.text, delta.stop_reason) == (wanted, None), (begun, told)
+
+
 def test_unfinished_character_becomes_a_replacement_character():
     _, delta = run(ids("é")[:1])
     assert delta.text == "\ufffd"
@@ -175,6 +190,17 @@ def test_echo_offsets_count_special_tokens_where_the_text_has_them(skip):
     delta = choice.take()
     assert delta.text == ("éabx" if skip else f"<|endoftext|>{text}x")
     assert delta.logprobs[-1].offset == len(delta.text) - 1
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_echo_offsets_behind_a_token_that_the_tokenizer_puts_before_the_text(skip):
+    """The text begins behind it, and not with the space that SentencePiece has there."""
+    tokenizer = sentencepiece_tokenizer()
+    prompt = [1, *tokenizer.encode("a b", add_special_tokens=False)]
+    choice = Choice(tokenizer, SamplingParams(max_tokens=2, logprobs=0), skip_special_tokens=skip)
+    choice.echo("a b", prompt, [None] * len(prompt))
+    offsets = [entry.offset for entry in choice.take(everything=True).logprobs]
+    assert offsets[:2] == [0, 0] and offsets == sorted(offsets) and offsets[-1] < len("a b")
 
 
 def test_late_outputs_are_ignored():
