@@ -232,6 +232,10 @@ def _validate(arguments: argparse.Namespace) -> None:
         (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
         (getattr(arguments, "heads_per_page", 1) >= 1, "--heads-per-page must be at least 1"),
         (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),
+        (
+            not arguments.out.exists() or arguments.out.is_dir() or arguments.out.is_file(),
+            f"--out must be a file, {arguments.out} is none and would be replaced",
+        ),
     )
     problems = [message for good, message in checks if not good]
     # Now, not after hours of work.

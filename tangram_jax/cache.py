@@ -372,9 +372,11 @@ def _copy(
 def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) -> Cache:
     """Forget the last `count` i32[...] tokens of `row` i32[...], one or several.
 
-    As many as its tail holds, and of the compressed ones as many as every group has whole at its end, min(window, entries of
-    the smallest group). The entries go, the pages stay reserved. After reaching into the window, the next chunk must bring
-    the row to at least as many tokens as it had been compressed at.
+    At most as many as its tail holds, and of the compressed ones as many as every group has whole at its end, min(window,
+    entries of the smallest group). The entries go, the pages stay reserved. After reaching into the window, the next chunk
+    must bring the row to at least as many tokens as it had been compressed at.
     """
-    del plan
-    return replace(cache, tail=cache.tail.at[cache.known(row)].add(-whole("count", count)))
+    of = cache.row(row)
+    at_end = jnp.minimum(plan.lengths(of.tokens, of.budgets).min(axis=-1), plan.window)
+    count = jnp.clip(whole("count", count), 0, jnp.maximum(of.tail + at_end, 0))
+    return replace(cache, tail=cache.tail.at[cache.known(row)].add(-count))

@@ -43,7 +43,7 @@ class Packed(NamedTuple):
             if len(text) and start + len(text) > slots:
                 raise ValueError(f"chunks of {counts.tolist()} tokens do not fit into {slots} slots")
             tokens[start : start + len(text)] = text
-        return cls(np.asarray(rows), tokens, counts)
+        return cls(np.asarray(rows) if len(rows) else np.zeros(0, np.int32), tokens, counts)
 
 
 def packed_slots(count: Any) -> Any:

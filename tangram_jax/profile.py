@@ -152,7 +152,10 @@ class BudgetProfile:
     # -- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one .npz with budgets, statistics and provenance. The suffix is not added for you."""
+        """Writes one .npz with budgets, statistics and provenance. The suffix is not added for you.
+
+        Raises OSError where that cannot be done, or what is at the path is no file.
+        """
         arrays = {"budgets": self.budgets, "mean": self.mean, "std": self.std}
         if self.ratios is not None:
             arrays["ratios"] = self.ratios
@@ -163,7 +166,9 @@ class BudgetProfile:
             "provenance": dict(self.provenance),
         }
         header["digest"] = _file_digest(header, arrays)
-        target = Path(path)
+        target = Path(path).resolve()  # of a link the file that it leads to
+        if target.exists() and not target.is_file():
+            raise OSError(f"{path} is no file, and would be replaced: give another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside it first: whatever happens while it is written, an earlier profile stays whole.
         beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")

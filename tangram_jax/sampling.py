@@ -299,7 +299,7 @@ def sample(
     `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
     sampled as without a mask.
     """
-    logits, rows = logits.astype(jnp.float32), state.known(rows)
+    logits, rows = jnp.asarray(logits).astype(jnp.float32), state.known(rows)
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
     ints = state.ints.at[rows].get(mode="fill", fill_value=0)
     seen = None
@@ -352,7 +352,8 @@ def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, A
         total = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
         if num_top == 0:
-            top, top_ids = jnp.zeros((len(tokens), 0)), jnp.zeros((len(tokens), 0), jnp.int32)
+            none = (len(tokens), 0)
+            top, top_ids = jnp.zeros(none, jnp.float32), jnp.zeros(none, jnp.int32)
         else:
             top, top_ids = largest(logits, num_top)
         return chosen - total, top_ids.astype(jnp.int32), top - total[:, None]

@@ -173,7 +173,8 @@ def draw(probs: Array, keys: Array) -> Array:
     """
     blocks = _blocks(probs, 0.0)
     count = blocks.shape[1]
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (count + _BLOCK,), mode="high"))(keys)
+    shape = (count + _BLOCK,)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32, mode="high"))(keys)
     block = jnp.argmax(jnp.log(blocks.sum(axis=-1)) + noise[:, :count], axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     return (block * _BLOCK + jnp.argmax(jnp.log(inside) + noise[:, count:], axis=-1)).astype(jnp.int32)

@@ -62,11 +62,11 @@ def step(
     check_model(plan, config)
     check_plan(plan, cache)
     cache = jax.tree.map(jnp.asarray, cache)  # one that was stored may be of NumPy's arrays
-    if isinstance(chunk, Packed) and all_logits:
+    chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
+    if all_logits and any(isinstance(part, Packed) for part in chunks):
         raise ValueError(
             "of packed chunks only the last logits are there: run them apart, as a list of chunks"
         )
-    chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
     if chunks and (isinstance(scorer, type) or not hasattr(scorer, "score")):
         raise TypeError(f"{scorer!r} is no scorer: write one as tangram_jax.get_scorer gives it")
     chunks = [_placed(part, plan, cache) for part in chunks]
@@ -194,7 +194,9 @@ def prefill_chunk(
     Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
     and the cache donated, and with `compiler_options()`. Reserve pages for the row's new token count first.
     """
-    chunk = Chunk(jnp.asarray(row), jnp.asarray(tokens), jnp.asarray(count))
+    chunk = Chunk(
+        row, tokens, count
+    )  # as they are: 64-bit numbers of NumPy are looked at before they are cut
     logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
     return logits[0], cache
 

@@ -396,3 +396,32 @@ def test_the_scorers_that_are_used_are_those_of_calibration():
         )
         step(PARAMS, CONFIG, plan, Own(), cache, chunk_of(1, random_tokens(20), 20), None)
     assert len(asked) == CONFIG.num_layers
+
+
+@pytest.mark.parametrize("window", [8, 1])
+def test_a_rollback_forgets_what_there_is(window):
+    """The tail and the window, and not what was there before: positions stay, and pages of others are not read."""
+    plan = tj.CachePlan.build(
+        tj.BudgetProfile.uniform(CONFIG.num_layers, CONFIG.num_kv_heads, 1.0), 2, 8, window=window
+    )
+    cache = with_rows(plan, ROW)
+    _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([ROW]), tokens=np.array([7]))
+    for count, left in ((-4, 21), (2**31 - 1, 20 - window), (1, 20 - window)):
+        cache = tj.rollback(plan, cache, np.int32(ROW), np.int32(count))
+        assert int(cache.tokens[ROW] + cache.tail[ROW]) == left
+    cache = tj.rollback(plan, cache, np.int32(-1), np.int32(3))  # of no row
+
+
+def test_numbers_of_64_bits_are_not_cut_before_they_are_looked_at():
+    """A chunk by itself as in a step: what int32 does not hold is no other number that it holds."""
+    plan = plan_of("1.0", 2, 8)
+    how = {"scorer": SNAPKV, "row": ROW, "tokens": np.array([5, 6]), "count": 2}
+    kept = with_rows(plan, ROW)
+    with pytest.raises(ValueError, match="token 2147483647 is none of model"):
+        tj.prefill_chunk(PARAMS, CONFIG, plan, kept, **how | {"tokens": np.array([5, 2**32 + 6])})
+    _, cache = tj.prefill_chunk(PARAMS, CONFIG, plan, kept, **how | {"row": np.int64(2**32 + 1)})
+    np.testing.assert_array_equal(cache.tokens, kept.tokens)
+    packed = [tj.Packed.of([1], [np.array([3, 4])], 16)]
+    with pytest.raises(ValueError, match="of packed chunks only the last logits"):
+        tj.step(PARAMS, CONFIG, plan, SNAPKV, kept, packed, None, all_logits=True)
+    assert tj.Packed.of([], [], 16).rows.dtype == np.int32

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 import pickle
 
 import numpy as np
@@ -90,6 +91,21 @@ def test_digest_tells_budgets_apart():
     assert one.digest != other.digest
     assert one.digest == dataclasses.replace(one, provenance={"note": "x"}).digest
     assert one != dataclasses.replace(one, alpha=1.0)  # the same plan by another margin
+
+
+def test_a_save_goes_to_the_file_that_a_link_leads_to_and_replaces_nothing_else(tmp_path):
+    profile, real, link, pipe = (
+        BudgetProfile.uniform(1, 1, 0.5),
+        *(tmp_path / n for n in ("real", "link", "pipe")),
+    )
+    real.write_bytes(b"")
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    profile.save(link)
+    assert link.is_symlink() and BudgetProfile.load(real) == profile
+    with pytest.raises(OSError, match="is no file, and would be replaced"):
+        profile.save(pipe)
+    assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"real", "link", "pipe"}
 
 
 def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path, monkeypatch):

@@ -207,6 +207,17 @@ def test_a_token_depends_on_seed_and_step_alone():
     assert tokens_of(rows_of(params | {"seed": 1235}), 0, [0], plain) != alone
 
 
+def test_a_seed_draws_the_same_beside_64_bit_numbers():
+    given = gaussian(8, 4, V), np.arange(4, dtype=np.int32)
+    params = [{"seed": seed, "top_p": 0.9} for seed in range(4)]
+    plain, *_ = jax.jit(sample)(given[0], rows_of(*params), given[1])
+    with jax.enable_x64(True):
+        wide, *_ = jax.jit(sample)(given[0], rows_of(*params), given[1])
+    np.testing.assert_array_equal(plain, wide)
+    none, *_ = sample(np.zeros((4, V), np.float32), rows_of(*params), given[1])  # of NumPy's, not compiled
+    assert none.shape == (4,)
+
+
 def test_seeds_are_64_bits():
     """A seed beyond 32 bits must not be cut, nor a negative one refused (OpenAI's seed is an int64)."""
     assert seed_key(5).tolist() == [0, 5]
