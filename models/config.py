@@ -247,7 +247,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         sliding_window=window,
         sliding_layers=sliding_layers,
         sliding_rope_theta=sliding_theta,
-        bos_token_id=config.get("bos_token_id"),
+        bos_token_id=_first_token_id(config, f"config.json of {name}"),
         eos_token_ids=end_token_ids(config, f"config.json of {name}"),
         qk_norm=architecture.startswith("Qwen3"),
         **experts,
@@ -321,6 +321,14 @@ def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:
         "%s: at most %d of %d positions, dual chunk attention is not supported", name, most, positions
     )
     return int(most)
+
+
+def _first_token_id(config: Mapping[str, Any], where: str) -> int | None:
+    """`bos_token_id` of a config; None, or a negative one, for none. Raises UnsupportedModelError."""
+    bos = config.get("bos_token_id")
+    if bos is None or type(bos) is int:
+        return None if bos is None or bos < 0 else bos
+    raise UnsupportedModelError(f"{where}: bos_token_id is {bos!r}, expected a token id")
 
 
 def end_token_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -123,7 +123,9 @@ class GGUFFile:
         self._check_supported()
         architecture = self._architecture
         get = functools.partial(self._required, architecture)
-        hidden_size, num_heads = int(get("embedding_length")), int(get("attention.head_count"))
+        hidden_size, num_heads = (
+            self._number(get(key), key) for key in ("embedding_length", "attention.head_count")
+        )
         rotated = self.field(f"{architecture}.rope.dimension_count")
         head_dim = int(
             self.field(f"{architecture}.attention.key_length") or rotated or hidden_size // num_heads
@@ -161,9 +163,11 @@ class GGUFFile:
             vocab_size=self.shapes_of("token_embd.weight")[0],
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=int(get("feed_forward_length")),
+            intermediate_size=self._number(get("feed_forward_length"), "feed_forward_length"),
             num_heads=num_heads,
-            num_kv_heads=int(self.field(f"{architecture}.attention.head_count_kv", num_heads)),
+            num_kv_heads=self._number(
+                self.field(f"{architecture}.attention.head_count_kv", num_heads), "attention.head_count_kv"
+            ),
             head_dim=head_dim,
             max_positions=max(positions, scaling.stretched) if scaling else positions,
             rope_theta=float(self.field(f"{architecture}.rope.freq_base", 10000.0)),
@@ -230,6 +234,15 @@ class GGUFFile:
         if value is None:
             raise UnsupportedModelError(f"cannot load {self.path}: metadata {architecture}.{key} is missing")
         return value
+
+    def _number(self, value: Any, key: str) -> int:
+        """A whole number, or the one of all layers where the file has a list of them."""
+        values = set(value) if isinstance(value, list) else {value}
+        if len(values) != 1 or not all(isinstance(each, int) for each in values):
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: {key} is {str(value)[:80]}, expected a whole number, the same for all layers"
+            )
+        return int(values.pop())
 
     def _rope_scaling(self) -> RopeScaling | None:
         """As llama.cpp reads it: linear unless the file says otherwise, its factor under one of two names."""

@@ -51,6 +51,10 @@ def read_tokenizer(field: Field, path: Path, config: ModelConfig) -> Tokenizer:
             "SentencePiece BPE ('llama'). Use the Hugging Face directory of this model instead"
         )
     tokens: list[str] = field("tokenizer.ggml.tokens")
+    if not tokens:
+        raise UnsupportedModelError(
+            f"cannot load the tokenizer of {path}: metadata tokenizer.ggml.tokens is missing"
+        )
     types: list[int] = field("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     try:
         backend = kinds[kind](field, path, tokens, types)

@@ -242,6 +242,25 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
     assert not (cache / "converted").exists()
 
 
+def test_gguf_numbers_of_each_layer(gguf_tiny, tmp_path, cache, monkeypatch):
+    source, config = gguf_tiny
+    for numbers, same in (([1, 1], True), ([1, 2], False)):
+        counts = [n * config.num_kv_heads for n in numbers]
+        monkeypatch.setattr(
+            gguf.GGUFWriter,
+            "add_head_count_kv",
+            lambda writer, _, counts=counts: writer.add_array("llama.attention.head_count_kv", counts),
+        )
+        path = write_gguf(tmp_path / "n.gguf", source, config)
+        if same:
+            assert load_model(path, progress=False).config.num_kv_heads == config.num_kv_heads
+        else:
+            with pytest.raises(
+                UnsupportedModelError, match=r"attention\.head_count_kv is .*, the same for all layers"
+            ):
+                load_model(path, progress=False)
+
+
 def test_pre_tokenizers_split_as_llama_cpp_does():
     def split(pre, text):
         return [piece for piece, _ in _pre_tokenizer(pre, Path("x")).pre_tokenize_str(text)]

@@ -49,6 +49,10 @@ def test_a_config_that_says_two_things():
     ):
         with pytest.raises(UnsupportedModelError, match=f"{words} not supported"):
             config_from_huggingface(said | odd, "x")
+    for odd in ([1], "1", 1.0, True):
+        with pytest.raises(UnsupportedModelError, match=r"bos_token_id is .*, expected a token id"):
+            config_from_huggingface(said | {"bos_token_id": odd}, "x")
+    assert config_from_huggingface(said | {"bos_token_id": -1}, "x").bos_token_id is None
     mixtral = json.loads((GOLDEN / "tiny_mixtral" / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match="num_local_experts=4 but num_experts=5"):
         config_from_huggingface(mixtral | {"num_experts": 5}, "x")
