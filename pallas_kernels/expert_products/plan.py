@@ -96,7 +96,7 @@ class ExpertPlan(NamedTuple):
     position: jax.Array  # i32[T, k]: the row of a token's j-th expert; 0 where it has none
     token: (
         jax.Array | None
-    )  # i32[M]: the token of a row; of a gap any. None: rows are made already (`dispatch`)
+    )  # i32[M]: of a row, of a gap any; None where the rows are made already (`dispatch`)
     blocks: SortedBlocks
     block: int  # rows of a block
 
