@@ -94,9 +94,8 @@ class ExpertPlan(NamedTuple):
     """Rows of T tokens, k experts each, sorted by expert: M of them with the gaps that alignment leaves."""
 
     position: jax.Array  # i32[T, k]: the row of a token's j-th expert; 0 where it has none
-    token: (
-        jax.Array | None
-    )  # i32[M]: of a row, of a gap any; None where the rows are made already (`dispatch`)
+    # i32[M]: of a row, of a gap any; None where the rows are made already (`dispatch`).
+    token: jax.Array | None
     blocks: SortedBlocks
     block: int  # rows of a block
 
