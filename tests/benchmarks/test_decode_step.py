@@ -8,7 +8,14 @@ import pytest
 from benchmarks import decode_step
 from benchmarks.decode_ways import WAYS, on_any_gpu
 from benchmarks.gpu_program import as_on_hopper
-from pallas_kernels import decode_layer, dense_products, layer_products, ragged_decode, read_once
+from pallas_kernels import (
+    decode_layer,
+    dense_products,
+    expert_products,
+    layer_products,
+    ragged_decode,
+    read_once,
+)
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
 from pallas_kernels.ragged_decode import plan as decode_plan
@@ -20,6 +27,7 @@ REPLACED = {
     "heads-apart": [(ragged_decode, "makes_heads")],
     "by-token": [(layer_kernel, "adds_by_tile")],
     "norms-apart": [(dense_products.Tuning, "leaves_squares")],
+    "dispatch-apart": [(expert_products, "check_dispatch")],
     "in-a-row": [(cuda_graphs, "SIDE_BY_SIDE")],
     "ordinary-loads": [(read_once, "EVICT_FIRST"), (device_ops, "forget"), (by_tile, "forget")],
     "xla-plan": [(decode_plan, "_has_kernel")],
