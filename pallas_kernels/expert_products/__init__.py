@@ -86,15 +86,19 @@ def gather_rows(x: jax.Array, rows: jax.Array, *, interpret: Any = None) -> jax.
 
 
 def check_dispatch(x: jax.Array, num_experts: int, count: int, *, device: jax.Device | None = None) -> None:
-    """Raises NotImplementedError, naming the feature, for tokens [T, E] that `dispatch` does not take, nor `choose`."""
-    if x.shape[0] > MOST_TOKENS or num_experts > MOST_EXPERTS:
+    """Raises NotImplementedError, naming the feature, for tokens [T, E] that `dispatch` does not take."""
+    if x.shape[1] * x.dtype.itemsize % 16:
+        raise NotImplementedError(f"rows of {x.shape[1]} {x.dtype}: the kernel takes multiples of 16 bytes")
+    _check_choice(x.shape[0], num_experts, count, device)
+
+
+def _check_choice(tokens: int, num_experts: int, count: int, device: jax.Device | None = None) -> None:
+    if tokens > MOST_TOKENS or num_experts > MOST_EXPERTS:
         raise NotImplementedError(
-            f"{x.shape[0]} tokens, {num_experts} experts: the kernel takes {MOST_TOKENS} and {MOST_EXPERTS} at most"
+            f"{tokens} tokens, {num_experts} experts: the kernel takes {MOST_TOKENS} and {MOST_EXPERTS} at most"
         )
     if not 1 <= count <= min(num_experts, MOST_CHOSEN):
         raise NotImplementedError(f"{count} experts of a token: the kernel takes 1 to {MOST_CHOSEN}")
-    if x.shape[1] * x.dtype.itemsize % 16:
-        raise NotImplementedError(f"rows of {x.shape[1]} {x.dtype}: the kernel takes multiples of 16 bytes")
     support.check_device(device, TUNING)
 
 
@@ -104,6 +108,8 @@ def choose(
     """(experts i32[T, count] of each token, their weights f32[T, count]), for a direct plan. See `dispatch`."""
     from pallas_kernels.expert_products.dispatch_gpu import choose_mosaic_gpu
 
+    if interpret is None:
+        _check_choice(logits.shape[1], logits.shape[2], count)
     return choose_mosaic_gpu(logits, bias, count=count, normalize=normalize, interpret=interpret)
 
 

@@ -77,3 +77,6 @@ def test_what_is_not_supported(shape, dtype, experts, count, reason):
     x, logits = np.zeros(shape, jnp.dtype(dtype)), np.zeros((1, shape[0], experts), np.float32)
     with pytest.raises(NotImplementedError, match=reason):
         ep.dispatch(x, logits, count=count, block=8, normalize=True)
+    if "rows" not in reason:
+        with pytest.raises(NotImplementedError, match=reason):
+            ep.choose(logits, None, count=count, normalize=True)
