@@ -118,6 +118,11 @@ def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsy
     ):
         assert main(flags) == 2
         assert_said(f"{flags[-2]}: {tmp_path}/file cannot be made", capsys.readouterr().err)
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["--out", f"{tmp_path}/pipe"]) == 2
+    assert_said(
+        f"--out must be a file, {tmp_path}/pipe is none and would be replaced", capsys.readouterr().err
+    )
 
 
 def test_a_full_disk_is_told_before_the_work(tmp_path, capsys):

@@ -217,7 +217,7 @@ def test_gguf_in_parts(gguf_tiny, tmp_path, cache):
         load_model(first, progress=False)
 
 
-def test_gguf_errors(gguf_tiny, tmp_path, cache):
+def test_gguf_errors(gguf_tiny, tmp_path, cache, monkeypatch):
     source, config = gguf_tiny
     with pytest.raises(UnsupportedModelError, match="architecture gemma not supported"):
         load_model(write_gguf(tmp_path / "g.gguf", source, config, architecture="gemma"))
@@ -233,6 +233,10 @@ def test_gguf_errors(gguf_tiny, tmp_path, cache):
         load_model(write_gguf(tmp_path / "c.gguf", source, config, flags={"llama.attention.causal": False}))
     with pytest.raises(UnsupportedModelError, match=r"one of 3 parts: .* NAME-00001-of-00003\.gguf"):
         load_model(write_gguf(tmp_path / "p.gguf", source, config, ints={"split.count": 3}))
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf.GGUFWriter, "add_token_list", lambda *_: None)
+        with pytest.raises(UnsupportedModelError, match=r"metadata tokenizer\.ggml\.tokens is missing"):
+            load_model(write_gguf(tmp_path / "t.gguf", source, config))
     half = {"llama.rope.dimension_count": config.head_dim // 2}
     with pytest.raises(UnsupportedModelError, match="RoPE on 8 of 16 dimensions"):
         load_model(write_gguf(tmp_path / "h.gguf", source, config, ints=half))

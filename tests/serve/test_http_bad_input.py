@@ -134,6 +134,7 @@ CHAT_FIELDS = [
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter", ""),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter", ""),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None, "cannot be set"),
+    ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs", None, "cannot be set"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", None, "'self' cannot be set"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "invalid_value", ""),
     ({"continue_final_message": True}, "continue_final_message", "invalid_value", "needs a last message"),

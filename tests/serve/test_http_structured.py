@@ -66,6 +66,7 @@ FORMS = [
     ),
     ({"guided_json": "{"}, "guided_json", "invalid_value", "not valid JSON"),
     ({"guided_json": "[1]"}, "guided_json", "invalid_value", "as an object or as a string"),
+    ({"guided_json": '{"const": 1e999}'}, "guided_json", "invalid_value", "larger than a double can be"),
     ({"guided_json": 7}, "guided_json", "invalid_value", "as an object or as a string"),
     ({"guided_json": {"enum": ["x" * 131072]}}, "guided_json", "invalid_value", "at most 131072 characters"),
     ({"guided_json": '"' + "x" * 131072}, "guided_json", "invalid_value", "at most 131072 characters"),

@@ -158,6 +158,12 @@ def test_a_text_that_does_not_complete_the_character_of_its_prompt(whole):
             assert (delta.text, delta.stop_reason) == (wanted, None), (begun, told)
 
 
+def test_an_echo_of_a_prompt_that_ends_within_a_character():
+    choice = Choice(TOKENIZER, SamplingParams(max_tokens=1), drop_generated=True)
+    choice.echo(None, [*ids("caf"), *ids("é")[:1]], None)
+    assert choice.take(everything=True).text == "caf\ufffd"
+
+
 def test_unfinished_character_becomes_a_replacement_character():
     _, delta = run(ids("é")[:1])
     assert delta.text == "\ufffd"
