@@ -17,8 +17,8 @@
 The bytes are the weights that a token passes (the embedding table as the head once) and the entries of every head, half of
 those that the timed steps append among them; the roof is a large reduction measured in the same run. Of a mixture of experts
 those count that as many tokens reach on average, were all experts alike. The pool is donated and never copied: its temporary
-memory is printed. Budgets are lognormal (sigma 0.8) around the retention; `kept` is what groups of heads hold of the
-entries, each as many as the head with the largest budget.
+memory is printed. Each row has tokens of its own in every step. Budgets are lognormal (sigma 0.8) around the retention;
+`kept` is what groups of heads hold of the entries, each as many as the head with the largest budget.
 """
 
 import argparse

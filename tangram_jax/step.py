@@ -194,9 +194,8 @@ def prefill_chunk(
     Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
     and the cache donated, and with `compiler_options()`. Reserve pages for the row's new token count first.
     """
-    chunk = Chunk(
-        row, tokens, count
-    )  # as they are: 64-bit numbers of NumPy are looked at before they are cut
+    # 64-bit numbers of NumPy's as they are: they are looked at before they are cut.
+    chunk = Chunk(row, tokens, count)
     logits, cache = step(params, model_config, plan, scorer, cache, chunk, None)
     return logits[0], cache
 
