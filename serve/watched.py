@@ -39,4 +39,4 @@ class WatchedEngine(Engine):
     def stop(self, timeout: float = 30.0) -> None:
         """End the loop, then the measuring."""
         super().stop(timeout)
-        self._drift.stop(timeout)
+        self._drift.stop()

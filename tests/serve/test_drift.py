@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 import time
 
 import jax
@@ -78,6 +79,28 @@ def until(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.002)
+
+
+def test_a_server_that_ends_waits_for_no_measurement(profile):
+    """Neither for the one under way nor for the one that waits."""
+    monitor, begun, over = monitor_of(profile, interval=0), threading.Event(), threading.Event()
+    measured = []
+
+    def measure(tokens):
+        measured.append(tokens)
+        begun.set()
+        over.wait(30)
+
+    monitor.measure = measure
+    monitor.start()
+    prompt = SAMPLES[0].tokens.tolist()
+    assert monitor.offer(prompt) and begun.wait(30) and monitor.offer(prompt)
+    started = time.monotonic()
+    monitor.stop()
+    assert time.monotonic() - started < 10
+    over.set()
+    monitor._thread.join(30)
+    assert not monitor._thread.is_alive() and len(measured) == 1
 
 
 def test_a_sample_of_calibration_measures_as_it_did_then(profile):
@@ -240,8 +263,8 @@ def test_where_prompts_cannot_be_compared(profile, tmp_path):
         BudgetProfile(budgets=profile.budgets, retention=0.4, provenance=made).save(path)
         assert part in fault(profile=path)
     profile.save(path)
-    assert "samples have 64 tokens, more than a prompt can have here (60)" in fault(
-        profile=path, max_model_len=60
+    assert "samples have 64 tokens, more than a prompt can have here (63)" in fault(
+        profile=path, max_model_len=64
     )
     # The same where it is the pool that has no room for longer prompts.
     longer = profile.provenance | {"sample_tokens": 1000}
