@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 
 import uvicorn
@@ -13,7 +14,10 @@ from serve.connections import Connection, drop_stalled
 from serve.generation import Draining
 
 _CUT_SECONDS = 2  # for the last error events to reach their clients
+_LAST_SECONDS = 0.1  # the same where nothing else is waited for
 _FILES = 65536  # open at once
+
+_log = logging.getLogger("uvicorn.error")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -72,6 +76,21 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+            if self.force_exit:
+                await self._leave_at_once()
+
+    async def _leave_at_once(self) -> None:
+        """After a second SIGINT: what still runs hears of it, and what is then cancelled is no fault to be logged."""
+        self._draining.interrupt()
+        await asyncio.sleep(_LAST_SECONDS)
+        _log.disabled = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        try:
+            super().run(sockets)
+        finally:
+            _log.disabled = False
 
 
 def make_server(
