@@ -130,6 +130,10 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         limit = model.config.max_positions
         if arguments.sample_tokens > limit:
             raise ValueError(f"--sample-tokens must be at most {limit}, the model's positions")
+        kv_heads = model.config.num_kv_heads
+        heads_per_page = getattr(arguments, "heads_per_page", most_heads_per_page(kv_heads))
+        if heads_per_page > kv_heads:
+            raise ValueError(f"--heads-per-page must be at most {kv_heads}, the model's KV heads")
         size, seed = arguments.sample_tokens, arguments.seed
         recorded: dict[str, Any] = {"tokenizer": tokenizer_identity(model.tokenizer)}
         if arguments.quantization:
@@ -152,7 +156,6 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     except (ValueError, OSError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
-    heads_per_page = getattr(arguments, "heads_per_page", most_heads_per_page(model.config.num_kv_heads))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

@@ -146,7 +146,10 @@ def load_model(
 def _load(name_or_path: str | Path, overrides: Mapping[str, Any] | None, how: _How) -> LoadedModel:
     progress = how.progress
     text = str(name_or_path)
-    path = Path(name_or_path).expanduser()
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"{text}: {error} Write the path without ~") from error
     if overrides and (text.lower() in SHORT_NAMES or path.suffix.lower() == ".gguf"):
         raise UnsupportedModelError(
             f"{text} is a GGUF file, which has no config.json to override: take the Hugging Face directory or hub name"

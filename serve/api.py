@@ -338,7 +338,7 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     async def metrics() -> Response:
         return Response(serving.metrics.expose(), media_type=CONTENT_TYPE)
 
-    page = _PAGE.read_text()
+    page = _PAGE.read_text(encoding="utf-8")
 
     @app.get("/", include_in_schema=False)
     async def chat_page() -> HTMLResponse:

@@ -101,13 +101,19 @@ def test_bad_options_are_one_clear_error(tmp_path, capsys):
     overrides = ["--hf-overrides", '{"rope_theta": 5}']
     assert main([*overrides, "--out", str(tmp_path / "x.npz")]) == 2
     assert "GGUF file, which has no config.json to override" in " ".join(capsys.readouterr().err.split())
-    assert main(["--model", "no such model", "--out", str(tmp_path / "x.npz")]) == 2
-    assert "unknown model" in capsys.readouterr().err
+    for model, part in (("no such model", "unknown model"), ("~no-such-user/x", "Write the path without ~")):
+        assert main(["--model", model, "--out", str(tmp_path / "x.npz")]) == 2
+        assert part in " ".join(capsys.readouterr().err.split())
 
 
 def test_samples_longer_than_the_model(tiny_model, tmp_path, capsys):
     assert main(["--sample-tokens", "5000", "--out", str(tmp_path / "x.npz")]) == 2
     assert "at most 4096" in " ".join(capsys.readouterr().err.split())
+
+
+def test_more_heads_a_page_than_the_model_has(tiny_model, tmp_path, capsys):
+    assert main(["--heads-per-page", "5", "--out", str(tmp_path / "x.npz")]) == 2
+    assert "--heads-per-page must be at most 4" in " ".join(capsys.readouterr().err.split())
 
 
 def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsys):
