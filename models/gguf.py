@@ -5,7 +5,6 @@ Not supported: sliding windows but Gemma's and GPT-OSS's, images.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from models.gguf_tokenizer import read_tokenizer
 from models.gpt_oss import gpt_oss_fields
 from models.layer_types import is_whole
 from models.mxfp4 import Mxfp4
-from models.rope_scaling import yarn_attention_factor
+from models.rope_scaling import is_positive, yarn_attention_factor
 from models.tokenizer import Tokenizer
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "gpt-oss")
@@ -122,24 +121,20 @@ class GGUFFile:
         name = name_of(self.path)
         self._check_supported()
         architecture = self._architecture
-        get = functools.partial(self._required, architecture)
-        hidden_size, num_heads = (
-            self._number(get(key), key) for key in ("embedding_length", "attention.head_count")
+        hidden_size, num_heads, num_layers, positions = (
+            self._number(key)
+            for key in ("embedding_length", "attention.head_count", "block_count", "context_length")
         )
-        rotated = self.field(f"{architecture}.rope.dimension_count")
-        head_dim = int(
-            self.field(f"{architecture}.attention.key_length") or rotated or hidden_size // num_heads
-        )
-        if rotated and int(rotated) != head_dim:
+        rotated = self._number("rope.dimension_count", hidden_size // num_heads)
+        head_dim = self._number("attention.key_length", rotated)
+        if rotated != head_dim and self._own("rope.dimension_count"):
             raise UnsupportedModelError(
                 f"cannot load {self.path}: RoPE on {rotated} of {head_dim} dimensions of a head not supported"
             )
         eos = self.field("tokenizer.ggml.eos_token_id")
         if "token_embd.weight" not in self._tensors:
             raise UnsupportedModelError(f"cannot load {self.path}: tensor token_embd.weight is missing")
-        scaling = self._rope_scaling()
-        positions = int(get("context_length"))
-        num_layers = int(get("block_count"))
+        scaling = self._rope_scaling(head_dim)
         special: dict[str, Any] = {
             "qk_norm": architecture in ("qwen3", "qwen3moe"),
             "qkv_bias": architecture == "qwen2",
@@ -149,13 +144,7 @@ class GGUFFile:
         if architecture in _GEMMA_27B:
             # As llama.cpp, which knows the largest model by its layers.
             largest = num_layers == _GEMMA_27B[architecture]
-            scale = float((hidden_size // num_heads if largest else head_dim) ** -0.5)
-            if architecture == "gemma2":
-                attention_cap = self.field("gemma2.attn_logit_softcapping", 50.0)
-                logits_cap = self.field("gemma2.final_logit_softcapping", 30.0)
-                special |= gemma2_fields(hidden_size, scale, attention_cap, logits_cap)
-            else:
-                special |= gemma3_fields(hidden_size, scale)
+            special |= self._gemma(hidden_size, hidden_size // num_heads if largest else head_dim)
         if architecture == "gpt-oss":
             special |= gpt_oss_fields()
         return ModelConfig(
@@ -163,52 +152,52 @@ class GGUFFile:
             vocab_size=self.shapes_of("token_embd.weight")[0],
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=self._number(get("feed_forward_length"), "feed_forward_length"),
+            intermediate_size=self._number("feed_forward_length"),
             num_heads=num_heads,
-            num_kv_heads=self._number(
-                self.field(f"{architecture}.attention.head_count_kv", num_heads), "attention.head_count_kv"
-            ),
+            num_kv_heads=self._number("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             max_positions=max(positions, scaling.stretched) if scaling else positions,
-            rope_theta=float(self.field(f"{architecture}.rope.freq_base", 10000.0)),
+            rope_theta=self._rope_theta("rope.freq_base"),
             rope_scaling=scaling,
-            norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+            norm_eps=self._positive("attention.layer_norm_rms_epsilon"),
             tie_embeddings="output.weight" not in self._tensors,
             bos_token_id=self.field("tokenizer.ggml.bos_token_id"),
             eos_token_ids=() if eos is None else (int(eos),),
             **special,
         )
 
+    def _gemma(self, hidden_size: int, scaled_by: int) -> dict[str, Any]:
+        scale = float(scaled_by**-0.5)
+        if self._architecture == "gemma3":
+            return gemma3_fields(hidden_size, scale)
+        attention_cap = self._positive("attn_logit_softcapping", 50.0)
+        return gemma2_fields(
+            hidden_size, scale, attention_cap, self._positive("final_logit_softcapping", 30.0)
+        )
+
     def _experts(self) -> dict[str, Any]:
         """Fields of a mixture of experts: in every layer, the weights of the chosen ones add up to one, as in llama.cpp."""
-        architecture = self._architecture
-        count = self.field(f"{architecture}.expert_count", 0)
-        if not count or architecture not in ("llama", "qwen3moe", "gpt-oss"):
+        if not self._own("expert_count") or self._architecture not in ("llama", "qwen3moe", "gpt-oss"):
             return {}
         # Mixtral's files call it the size of the MLP, as its configuration does.
-        size = self.field(f"{architecture}.expert_feed_forward_length") or self._required(
-            architecture, "feed_forward_length"
+        size = (
+            "expert_feed_forward_length" if self._own("expert_feed_forward_length") else "feed_forward_length"
         )
-        per_token = self._required(architecture, "expert_used_count")
-        return {"num_experts": int(count), "experts_per_token": int(per_token), "expert_size": int(size)}
+        names = {"num_experts": "expert_count", "experts_per_token": "expert_used_count", "expert_size": size}
+        return {field: self._number(key) for field, key in names.items()}
 
     def _windows(self, num_layers: int) -> dict[str, Any]:
         """Fields of the sliding layers. Gemma 3's have a base of RoPE of their own, 10000 unless the file says otherwise."""
         architecture = self._architecture
         usual = 4096 if architecture == "gemma2" else 0  # as llama.cpp
-        window = self.field(f"{architecture}.attention.sliding_window", usual)
-        if architecture not in _PATTERNS or not window:
+        if architecture not in _PATTERNS or not self._own("attention.sliding_window", usual):
             return {}
-        pattern = self.field(f"{architecture}.attention.sliding_window_pattern", _PATTERNS[architecture])
-        theta = self.field(f"{architecture}.rope.freq_base_swa")
-        if architecture == "gemma3":
-            theta = 10000.0 if theta is None else theta
-        elif theta not in (None, self.field(f"{architecture}.rope.freq_base", 10000.0)):
+        pattern = self._own("attention.sliding_window_pattern", _PATTERNS[architecture])
+        theta = self._rope_theta("rope.freq_base_swa", None if architecture == "gemma3" else "rope.freq_base")
+        if architecture != "gemma3" and theta != self._rope_theta("rope.freq_base"):
             raise UnsupportedModelError(
                 f"cannot load {self.path}: rope.freq_base_swa {theta} other than rope.freq_base not supported"
             )
-        else:
-            theta = None
         if isinstance(pattern, list) and len(pattern) == num_layers:
             layers = tuple(i for i, slides in enumerate(pattern) if slides)
         elif is_whole(pattern):
@@ -224,67 +213,99 @@ class GGUFFile:
                 "compressed)"
             )
         return {
-            "sliding_window": int(window),
+            "sliding_window": self._number("attention.sliding_window", usual),
             "sliding_layers": layers,
-            "sliding_rope_theta": None if theta is None else float(theta),
+            "sliding_rope_theta": theta if architecture == "gemma3" else None,
         }
 
-    def _required(self, architecture: str, key: str) -> Any:
-        value = self.field(f"{architecture}.{key}")
+    def _own(self, key: str, default: Any = None) -> Any:
+        """A metadata value under the name of the architecture, or `default`."""
+        return self.field(f"{self._architecture}.{key}", default)
+
+    def _required(self, key: str, default: Any = None) -> Any:
+        value = self._own(key, default)
         if value is None:
-            raise UnsupportedModelError(f"cannot load {self.path}: metadata {architecture}.{key} is missing")
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: metadata {self._architecture}.{key} is missing"
+            )
         return value
 
-    def _number(self, value: Any, key: str) -> int:
-        """A whole number, or the one of all layers where the file has a list of them."""
+    def _odd(self, key: str, value: Any, expected: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"cannot load {self.path}: {self._architecture}.{key} is {str(value)[:80]}, expected {expected}"
+        )
+
+    def _number(self, key: str, default: Any = None) -> int:
+        """A whole number above 0, or the one of all layers where the file has a list of them."""
+        value = self._required(key, default)
         values = set(value) if isinstance(value, list) else {value}
-        if len(values) != 1 or not all(isinstance(each, int) for each in values):
-            raise UnsupportedModelError(
-                f"cannot load {self.path}: {key} is {str(value)[:80]}, expected a whole number, the same for all layers"
-            )
+        if len(values) != 1 or not all(map(is_whole, values)):
+            raise self._odd(key, value, "a positive whole number, the same for all layers")
         return int(values.pop())
 
-    def _rope_scaling(self) -> RopeScaling | None:
+    def _positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._required(key, default)
+        if not is_positive(value):
+            raise self._odd(key, value, "a positive number")
+        return float(value)
+
+    def _rope_theta(self, key: str, default: str | None = None) -> float:
+        """A base of RoPE; without it that under the key `default`, or 10000."""
+        value = self._own(key, 10000.0 if default is None else self._rope_theta(default))
+        if not is_positive(value) or value <= 1:
+            raise self._odd(key, value, "a number above 1")
+        return float(value)
+
+    def _rope_factor(self, key: str, default: float | None = None) -> float:
+        """By how much RoPE is scaled; 0 stands for not at all, as in llama.cpp."""
+        return 1.0 if self._required(key, default) == 0 else self._positive(key, default)
+
+    def _rope_scaling(self, head_dim: int) -> RopeScaling | None:
         """As llama.cpp reads it: linear unless the file says otherwise, its factor under one of two names."""
-        architecture = self._architecture
-        kind = self.field(f"{architecture}.rope.scaling.type", "linear")
+        kind = self._own("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModelError(
                 f"cannot load {self.path}: rope scaling {kind!r} not supported, only none, linear, yarn and rope_freqs"
             )
         if kind == "yarn":
             return self._yarn()
-        factor = 1.0
-        if kind == "linear":
-            given = self.field(
-                f"{architecture}.rope.scaling.factor", self.field(f"{architecture}.rope.scale_linear", 0.0)
-            )
-            factor = float(given) or 1.0
+        named = "rope.scaling.factor" if self._own("rope.scaling.factor") is not None else "rope.scale_linear"
+        factor = self._rope_factor(named, 0.0) if kind == "linear" else 1.0
         if "rope_freqs.weight" in self._tensors:  # Llama 3.1 and later: the divisor of every frequency
-            factors = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64) * factor
-            return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors))
+            return RopeScaling(kind="factors", factors=self._rope_factors(head_dim // 2, factor))
         return None if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
+
+    def _rope_factors(self, count: int, factor: float) -> tuple[float, ...]:
+        """The file's divisors of the frequencies times one for all."""
+        shape = self.shapes_of("rope_freqs.weight")
+        found = np.asarray(self.read("rope_freqs.weight"), np.float64)
+        if shape != (count,) or not (np.isfinite(found) & (found > 0)).all():
+            raise UnsupportedModelError(
+                f"cannot load {self.path}: tensor rope_freqs.weight of shape {list(shape)}, expected [{count}] and positive "
+                "numbers"
+            )
+        return tuple((found * factor).tolist())
 
     def _yarn(self) -> RopeScaling:
         """As llama.cpp reads it for these architectures; what only its converter knows of is refused."""
-        scaling = f"{self._architecture}.rope.scaling"
         usual = {
             "yarn_ext_factor": 1.0,
             "yarn_attn_factor": 1.0,
             "yarn_beta_fast": 32.0,
             "yarn_beta_slow": 1.0,
         }
-        other = [key for key, value in usual.items() if float(self.field(f"{scaling}.{key}", value)) != value]
+        other = [key for key, value in usual.items() if self._own(f"rope.scaling.{key}", value) != value]
         if "rope_freqs.weight" in self._tensors:
             other.append("rope_freqs.weight")
         if other:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: yarn with {', '.join(other)} not supported"
             )
-        factor = float(self._required(self._architecture, "rope.scaling.factor")) or 1.0
-        context = int(self._required(self._architecture, "context_length"))
-        original = int(self.field(f"{scaling}.original_context_length", 0)) or context
-        attention = yarn_attention_factor(factor) * float(self.field(f"{scaling}.attn_factor", 1.0))
+        factor = self._rope_factor("rope.scaling.factor")
+        trained = "rope.scaling.original_context_length"
+        original = self._number(trained if self._own(trained) else "context_length")
+        attention = yarn_attention_factor(factor) * self._positive("rope.scaling.attn_factor", 1.0)
         # The files do not say it, and llama.cpp begins and ends every blend at whole dimensions; the model was trained so.
         truncate = self._architecture != "gpt-oss"
         return RopeScaling.yarn(factor, original, attention_factor=attention, truncate=truncate)

@@ -35,11 +35,12 @@ def write_gguf(
     pieces=None,
     mxfp4=False,
     tensors_of_a_part=0,
+    metadata=None,
 ):
     """The tiny checkpoint as llama.cpp would write it; q/k of Llama permuted, names mapped, Gemma's offset in its norms.
 
     With the tiny tokenizer, or a SentencePiece one: `pieces` are (token, score, type). `mxfp4`: the experts are stored so.
-    `tensors_of_a_part`: if given, in several files.
+    `tensors_of_a_part`: if given, in several files. `metadata` takes the place of what is written, or leaves it out (None).
     """
     writer = gguf.GGUFWriter(
         path, architecture, split_max_tensors=tensors_of_a_part, small_first_shard=bool(tensors_of_a_part)
@@ -77,6 +78,13 @@ def write_gguf(
     writer.add_bos_token_id(1 if pieces is None else 2)
     writer.add_eos_token_id(2 if pieces is None else 1)
     writer.add_chat_template(TINY_CHAT_TEMPLATE)
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            whole = type(value) is int and value >= 0
+            writer.add_key_value(
+                key, value, gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.get_type(value)
+            )
     table = {
         "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
         "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",

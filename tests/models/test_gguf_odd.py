@@ -1,0 +1,55 @@
+"""GGUF files whose metadata no converter writes: refused by name, or read as llama.cpp reads it."""
+
+import math
+import re
+
+import pytest
+
+from models.config import UnsupportedModelError
+from models.gguf import GGUFFile
+from tests.models.gguf_files import with_tiny_vocabulary, write_gguf
+
+
+@pytest.fixture
+def gguf_tiny(tiny):
+    return with_tiny_vocabulary(*tiny)
+
+
+def refused(path, *words):
+    """Whether the file is refused, by its name and with these words."""
+    with pytest.raises(UnsupportedModelError, match=re.escape(str(path))) as raised:
+        GGUFFile(path).tokenizer()
+    return all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize("odd", [0.0, -5.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("rope.freq_base", "a number above 1"),
+        ("attention.layer_norm_rms_epsilon", "a positive number"),
+        ("rope.scaling.factor", "a positive number"),
+        ("rope.scale_linear", "a positive number"),
+    ],
+)
+def test_numbers_that_make_logits_nan_are_refused(key, expected, odd, gguf_tiny, tmp_path):
+    path = write_gguf(tmp_path / "n.gguf", *gguf_tiny, metadata={f"llama.{key}": odd})
+    if odd == 0 and "scal" in key:  # not scaled, as in llama.cpp
+        assert GGUFFile(path).config.rope_scaling is None
+    else:
+        assert refused(path, f"llama.{key} is {odd}, expected {expected}")
+
+
+@pytest.mark.parametrize("odd", [-4.0, math.nan, math.inf])
+@pytest.mark.parametrize("key", ["factor", "attn_factor"])
+def test_yarn_by_no_number(key, odd, gguf_tiny, tmp_path):
+    floats = {f"llama.rope.scaling.{name}": value for name, value in {"factor": 4.0, key: odd}.items()}
+    texts = {"llama.rope.scaling.type": "yarn"}
+    path = write_gguf(tmp_path / "y.gguf", *gguf_tiny, floats=floats, texts=texts)
+    assert refused(path, f"llama.rope.scaling.{key} is {odd}, expected a positive number")
+
+
+@pytest.mark.parametrize("factors", [[0.0] * 8, [math.nan] * 8, [1.0] * 4, [[1.0] * 8] * 2])
+def test_divisors_of_the_frequencies(factors, gguf_tiny, tmp_path):
+    path = write_gguf(tmp_path / "f.gguf", *gguf_tiny, rope_factors=factors)
+    assert refused(path, "tensor rope_freqs.weight of shape [", "expected [8] and positive numbers")
