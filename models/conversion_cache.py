@@ -26,7 +26,7 @@ from models.params import Params, abstract_params
 from models.sharding import ShardingError, param_shardings, rules_for
 from models.tokenizer import Tokenizer
 
-FORMAT_VERSION = 4  # increase when the parameter tree or the conversion changes
+FORMAT_VERSION = 5  # increase when the parameter tree or the conversion changes
 
 try:
     import fcntl

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from models.config import ModelConfig, RopeScaling, UnsupportedModelError
 from models.gemma import gemma2_fields, gemma3_fields
 from models.gguf_parts import name_of, parts_of
-from models.gguf_tokenizer import read_tokenizer
+from models.gguf_tokenizer import END_NAMES, read_tokenizer, special_ids
 from models.gpt_oss import gpt_oss_fields
 from models.layer_types import is_whole
 from models.mxfp4 import Mxfp4
@@ -51,6 +51,8 @@ class GGUFFile:
                 f"{path} is one of {count} parts: give them the names that llama.cpp does, NAME-00001-of-{count:05d}.gguf"
             )
         self._architecture = self.field("general.architecture")
+        tokens = self._reader.get_field("tokenizer.ggml.tokens")
+        self._special_ids = special_ids(self.field, self.path, 0 if tokens is None else len(tokens.data))
         self.config = self._config()
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -131,7 +133,6 @@ class GGUFFile:
             raise UnsupportedModelError(
                 f"cannot load {self.path}: RoPE on {rotated} of {head_dim} dimensions of a head not supported"
             )
-        eos = self.field("tokenizer.ggml.eos_token_id")
         if "token_embd.weight" not in self._tensors:
             raise UnsupportedModelError(f"cannot load {self.path}: tensor token_embd.weight is missing")
         scaling = self._rope_scaling(head_dim)
@@ -161,8 +162,8 @@ class GGUFFile:
             rope_scaling=scaling,
             norm_eps=self._positive("attention.layer_norm_rms_epsilon"),
             tie_embeddings="output.weight" not in self._tensors,
-            bos_token_id=self.field("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=() if eos is None else (int(eos),),
+            bos_token_id=self._special_ids.get("bos"),
+            eos_token_ids=tuple(sorted({i for end, i in self._special_ids.items() if end in END_NAMES})),
             **special,
         )
 
@@ -312,7 +313,7 @@ class GGUFFile:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""
-        return read_tokenizer(self.field, self.path, self.config)
+        return read_tokenizer(self.field, self.path, self.config, self._special_ids)
 
 
 def unpermute_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from models.config import ModelConfig, UnsupportedModelError
 from models.tokenizer import Tokenizer
+
+log = logging.getLogger("tangram")
 
 Field = Callable[..., Any]  # (key, default) -> a metadata value
 
@@ -36,10 +39,26 @@ _GPT4O_PATTERN = "|".join(
 )
 _PATTERNS = {**dict.fromkeys(_LLAMA3, _LLAMA3_PATTERN), "qwen2": _QWEN2_PATTERN, "gpt-4o": _GPT4O_PATTERN}
 _SPACE = "\u2581"  # SentencePiece's sign for a space
+END_NAMES = ("eos", "eot", "eom")  # of the end of a text, of a turn and of a message
 
 
-def read_tokenizer(field: Field, path: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer and chat template of the file at `path`, whose metadata `field` looks up.
+def special_ids(field: Field, path: Path, count: int) -> dict[str, int]:
+    """Ids of special tokens of a vocabulary of `count`, by their names in the metadata.
+
+    What is no id of the vocabulary is left out with a warning: -1 stands for none in old files, without its sign in some.
+    """
+    found = {}
+    for name in (*END_NAMES, "bos", "unknown", "padding"):
+        token_id = field(key := f"tokenizer.ggml.{name}_token_id")
+        if type(token_id) is int and 0 <= token_id < count:
+            found[name] = token_id
+        elif token_id is not None:
+            log.warning("%s: %s is %r, no token of %d: taken for none", path, key, token_id, count)
+    return found
+
+
+def read_tokenizer(field: Field, path: Path, config: ModelConfig, ids: Mapping[str, int]) -> Tokenizer:
+    """The tokenizer and chat template of the file at `path`, whose metadata `field` looks up; `ids`: its `special_ids`.
 
     Raises UnsupportedModelError for another kind of tokenizer, or one that is incomplete.
     """
@@ -71,23 +90,20 @@ def read_tokenizer(field: Field, path: Path, config: ModelConfig) -> Tokenizer:
     normalized = kind == "llama" and not field("tokenizer.ggml.add_space_prefix", True)
     backend.add_tokens([AddedToken(t, normalized=normalized) for t, k in typed if k == _USER_DEFINED])
 
-    def token(name: str) -> str | None:
-        token_id = field(f"tokenizer.ggml.{name}_token_id")
-        return None if token_id is None else tokens[token_id]
-
-    bos, bos_id = token("bos"), field("tokenizer.ggml.bos_token_id")
+    special = {name: tokens[token_id] for name, token_id in ids.items()}
+    bos = special.get("bos")
     # As llama.cpp: unless the file says otherwise SentencePiece's texts and Llama 3's begin with BOS, no others.
     begins = kind == "llama" or field("tokenizer.ggml.pre", "default") in _LLAMA3
     if field("tokenizer.ggml.add_bos_token", begins) and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
         )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
-        eos_token=token("eos"),
-        unk_token=token("unknown"),
-        pad_token=token("padding"),
+        eos_token=special.get("eos"),
+        unk_token=special.get("unknown"),
+        pad_token=special.get("padding"),
         clean_up_tokenization_spaces=False,
         model_max_length=config.max_positions,
     )

@@ -53,3 +53,26 @@ def test_yarn_by_no_number(key, odd, gguf_tiny, tmp_path):
 def test_divisors_of_the_frequencies(factors, gguf_tiny, tmp_path):
     path = write_gguf(tmp_path / "f.gguf", *gguf_tiny, rope_factors=factors)
     assert refused(path, "tensor rope_freqs.weight of shape [", "expected [8] and positive numbers")
+
+
+@pytest.mark.parametrize("odd", [2**32 - 1, -1, 264, "1", 1.0, True])
+def test_special_tokens_that_are_none(odd, gguf_tiny, tmp_path, caplog):
+    """llama.cpp's older converters wrote -1 for none, and unsigned."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown", "padding")]
+    path = write_gguf(
+        tmp_path / "t.gguf", *gguf_tiny, pre="llama-bpe", metadata=dict.fromkeys(keys, odd)
+    )  # fmt: skip
+    file = GGUFFile(path)
+    tokenizer = file.tokenizer()
+    assert (file.config.bos_token_id, file.config.eos_token_ids) == (None, ())
+    assert (tokenizer.bos_token_id, tokenizer.encode("ab")) == (None, [263])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: {key} is {odd!r}, no token of 264: taken for none" for key in (keys[1], keys[0], *keys[2:])
+    ]
+
+
+def test_ends_of_turns_and_messages_are_ends(gguf_tiny, tmp_path):
+    ids = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 7}
+    file = GGUFFile(write_gguf(tmp_path / "e.gguf", *gguf_tiny, ints=ids))
+    assert file.config.eos_token_ids == (2, 5, 7)
+    assert {2, 5, 7} <= set(file.tokenizer().eos_token_ids)
