@@ -5,6 +5,8 @@ Not supported: sliding windows but Gemma's and GPT-OSS's, images.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,12 @@ class GGUFFile:
                 ) from error
         self._reader = readers[0]
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        count = max(int(self.field("split.count", 1)), 1)
-        if count != len(parts):
-            raise UnsupportedModelError(
-                f"{path} is one of {count} parts: give them the names that llama.cpp does, NAME-00001-of-{count:05d}.gguf"
-            )
-        self._architecture = self.field("general.architecture")
-        tokens = self._reader.get_field("tokenizer.ggml.tokens")
-        self._special_ids = special_ids(self.field, self.path, 0 if tokens is None else len(tokens.data))
-        self.config = self._config()
+        with _named(self.path):
+            self._check_parts(len(parts))
+            self._architecture = self.field("general.architecture")
+            tokens = self._reader.get_field("tokenizer.ggml.tokens")
+            self._special_ids = special_ids(self.field, self.path, 0 if tokens is None else len(tokens.data))
+            self.config = self._config()
 
     def field(self, key: str, default: Any = None) -> Any:
         """A metadata value, or `default`."""
@@ -97,6 +96,14 @@ class GGUFFile:
     def shapes_of(self, name: str) -> tuple[int, ...]:
         """Shape [out, in] of one tensor."""
         return tuple(int(n) for n in reversed(self._tensors[name].shape))
+
+    def _check_parts(self, found: int) -> None:
+        count = max(int(self.field("split.count", 1)), 1)
+        if count != found:
+            raise UnsupportedModelError(
+                f"{self.path} is one of {count} parts: give them the names that llama.cpp does, "
+                f"NAME-00001-of-{count:05d}.gguf"
+            )
 
     def _check_supported(self) -> None:
         """Raises UnsupportedModelError, naming every feature that this package lacks."""
@@ -233,7 +240,7 @@ class GGUFFile:
 
     def _odd(self, key: str, value: Any, expected: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"cannot load {self.path}: {self._architecture}.{key} is {str(value)[:80]}, expected {expected}"
+            f"cannot load {self.path}: {self._architecture}.{key} is {repr(value)[:80]}, expected {expected}"
         )
 
     def _number(self, key: str, default: Any = None) -> int:
@@ -313,7 +320,21 @@ class GGUFFile:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer and chat template in the file's metadata, as a fast tokenizer."""
-        return read_tokenizer(self.field, self.path, self.config, self._special_ids)
+        with _named(self.path):
+            return read_tokenizer(self.field, self.path, self.config, self._special_ids)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What metadata of another type, size or range than expected makes of the code that reads it is said of the file."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
+        raise UnsupportedModelError(
+            f"cannot load {path}: its metadata is odd or damaged ({error}): fetch it again"
+        ) from error
 
 
 def unpermute_rope(weight: np.ndarray, num_heads: int) -> np.ndarray:

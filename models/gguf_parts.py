@@ -9,14 +9,14 @@ _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All parts of the model of which `path` is one, in order; itself if it is whole.
+    """All parts of the model of which `path` is one, in order; itself if it is whole, or one of none.
 
     Raises ModelNotFoundError that names those that are missing.
     """
     found = _PART.fullmatch(path.name)
-    if not found:
+    name, count = (found[1], int(found[2])) if found else ("", 0)
+    if not count:
         return [path]
-    name, count = found[1], int(found[2])
     parts = [path.with_name(f"{name}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:

@@ -7,6 +7,7 @@ import pytest
 
 from models.config import UnsupportedModelError
 from models.gguf import GGUFFile
+from models.testing import TINY_CHAT_TEMPLATE
 from tests.models.gguf_files import with_tiny_vocabulary, write_gguf
 
 
@@ -76,3 +77,40 @@ def test_ends_of_turns_and_messages_are_ends(gguf_tiny, tmp_path):
     file = GGUFFile(write_gguf(tmp_path / "e.gguf", *gguf_tiny, ints=ids))
     assert file.config.eos_token_ids == (2, 5, 7)
     assert {2, 5, 7} <= set(file.tokenizer().eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.context_length", [1, 2], "llama.context_length is [1, 2], expected a positive whole number"),
+        ("llama.context_length", 0, "llama.context_length is 0, expected a positive whole number"),
+        ("llama.context_length", "512", "llama.context_length is '512', expected a positive whole number"),
+        ("llama.block_count", 0, "llama.block_count is 0"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count is 0"),
+        ("llama.feed_forward_length", 0, "llama.feed_forward_length is 0"),
+        ("llama.rope.dimension_count", "x", "llama.rope.dimension_count is 'x'"),
+        ("llama.attention.head_count_kv", 3, "damaged (num_heads must be a multiple of num_kv_heads"),
+        (
+            "llama.attention.key_length",
+            15,
+            "damaged (head_dim must be even for RoPE, got 15): fetch it again",
+        ),
+        ("llama.rope.freq_base", "x", "llama.rope.freq_base is 'x', expected a number above 1"),
+        ("split.count", [1], "metadata is odd or damaged (int() argument must be"),
+        ("tokenizer.ggml.token_type", [3] * 8, "metadata is odd or damaged (zip() argument 2 is shorter"),
+    ],
+)
+def test_metadata_of_another_type_or_size(key, value, words, gguf_tiny, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", *gguf_tiny, metadata={key: value})
+    assert refused(path, words)
+
+
+def test_damaged_text(gguf_tiny, tmp_path):
+    path = write_gguf(tmp_path / "u.gguf", *gguf_tiny)
+    path.write_bytes(path.read_bytes().replace(TINY_CHAT_TEMPLATE[:2].encode(), b"\xff\xff"))
+    assert refused(path, "its metadata is odd or damaged ('utf-8' codec can't decode byte 0xff")
+
+
+def test_a_name_of_no_parts_is_a_name(gguf_tiny, tmp_path):
+    path = write_gguf(tmp_path / "x-00001-of-00000.gguf", *gguf_tiny)
+    assert GGUFFile(path).config.name == "x"
