@@ -190,12 +190,14 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     Raises UnsupportedModelError, naming every feature that this package lacks, for anything but `ARCHITECTURES`.
     """
     config = text_part(config)
-    given = config.get("architectures")
+    named = config.get("architectures")
     architectures = (
-        [str(x) for x in given] if isinstance(given, list) and given else [str(given or "(none given)")]
+        [str(x) for x in named] if isinstance(named, list) and named else [str(named or "(none given)")]
     )
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
-    config = {**ARCHITECTURES.get(architecture, {}), **with_counts(config)}
+    # A base of RoPE that is null is the family's; a window that is null is none.
+    given = {key: x for key, x in with_counts(config).items() if x is not None or key not in _ROPE_BASES}
+    config = {**ARCHITECTURES.get(architecture, {}), **given}
     if architecture == GPT_OSS:
         config = with_rope(config)
     problems = _unsupported(config, architecture)
@@ -309,6 +311,7 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
 
 
 _OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_ROPE_BASES = ("rope_theta", "rope_local_base_freq")
 
 
 def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:

@@ -60,6 +60,23 @@ def test_a_config_that_says_two_things():
     assert config_from_huggingface(mixtral | {"num_experts": 6}, "x").num_experts == 6
 
 
+@pytest.mark.parametrize(
+    ("family", "bases"),
+    [
+        ("mixtral", (1e6, None)),
+        ("gemma3", (1e6, 1e4)),
+        ("gpt_oss", (150_000.0, None)),
+        ("qwen3", (1e4, None)),
+    ],
+)
+def test_a_base_of_rope_that_is_null_is_the_familys(family, bases):
+    said = json.loads((GOLDEN / f"tiny_{family}" / "config.json").read_text())
+    nothing = {key: x for key, x in said.items() if not key.startswith("rope_")}
+    for nulls in ((), ("rope_theta",), ("rope_local_base_freq",), ("rope_theta", "rope_local_base_freq")):
+        config = config_from_huggingface(nothing | dict.fromkeys(nulls), "x")
+        assert (config.rope_theta, config.sliding_rope_theta) == bases
+
+
 def test_of_several_files_those_of_the_model_are_read(tmp_path):
     directory = tmp_path / "m"
     shutil.copytree(GOLDEN / "tiny_qwen3", directory)
