@@ -101,7 +101,14 @@ def test_mxfp4_of_others_is_refused(architecture):
 def test_overrides_of_rope():
     config = config_from_huggingface(overridden(TINY, {"rope_scaling": {"factor": 8.0}}), "x")
     assert (config.rope_scaling.factor, config.rope_scaling.truncate) == (8.0, False)
-    assert config_from_huggingface(overridden(TINY, {"rope_scaling": None}), "x").rope_scaling is None
+    silent = {key: x for key, x in TINY.items() if not key.startswith("rope_")}
+    for file in (TINY, silent):
+        assert config_from_huggingface(overridden(file, {"rope_scaling": None}), "x").rope_scaling is None
+    usual = config_from_huggingface(silent, "x")
+    assert usual.rope_scaling.kind == "yarn"  # the default, which the base alone leaves as it is
+    assert config_from_huggingface(overridden(silent, {"rope_theta": 5e4}), "x") == usual.replace(
+        rope_theta=5e4
+    )
 
 
 def test_short_names():
