@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from models.config import (
 )
 from models.overrides import overridden
 from models.quantisation import Quantisation, read_quantisation
-from models.safetensors_bytes import EIGHT_BIT_FLOATS, Bytes
+from models.safetensors_bytes import EIGHT_BIT_FLOATS, FLOATS, INTEGERS, Bytes
 from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -44,6 +44,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class _Stored(NamedTuple):
+    """Where a tensor is."""
+
+    file: Any  # opened by safetensors
+    raw: Bytes  # the same one
+    dtype: str  # by safetensors' name
+
+
 class HuggingFaceDirectory:
     """A model directory; a `TensorSource` with Hugging Face names. `overrides` replace fields of its config.json."""
 
@@ -54,8 +62,7 @@ class HuggingFaceDirectory:
         if not (self.path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json: not a Hugging Face model directory")
         self.config = self._config(name or self.path.resolve().name)
-        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
-        self._bytes: dict[str, Bytes] = {}  # tensor name -> the same file, of 8-bit floats
+        self._stored: dict[str, _Stored] = {}  # by tensor name
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def _generation_config(self) -> dict[str, Any]:
@@ -112,21 +119,28 @@ class HuggingFaceDirectory:
                 ) from error
             raw = Bytes(self.path / name)
             for key in file.keys():  # noqa: SIM118 (not a mapping)
-                if key in self._files:
+                if key in self._stored:
                     raise UnsupportedModelError(
                         f"{self.path} has {key} in two files, {name} is one of them: leave only the model's own there"
                     )
-                self._files[key] = file
                 found = file.get_slice(key)
                 self.shapes[key] = tuple(found.get_shape())
-                if found.get_dtype() in EIGHT_BIT_FLOATS:
-                    self._bytes[key] = raw
+                self._stored[key] = _Stored(file, raw, found.get_dtype())
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor in the dtype in which it is stored (bfloat16 and 8-bit floats as those of ml_dtypes)."""
-        if name in self._bytes:
-            return self._bytes[name].read(name)
-        return self._files[name].get_tensor(name)
+        """One tensor in the dtype in which it is stored (bfloat16 and 8-bit floats as those of ml_dtypes).
+
+        Raises UnsupportedModelError for a dtype that stands for no numbers of a weight.
+        """
+        stored = self._stored[name]
+        expected = ("U8",) if name.endswith(("_blocks", "_scales")) else FLOATS
+        if self.quantisation is not None:
+            expected = (*FLOATS, *INTEGERS)
+        if stored.dtype not in expected:
+            raise UnsupportedModelError(
+                f"cannot read {stored.raw.path}: tensor {name} is stored as {stored.dtype}, expected {', '.join(expected)}"
+            )
+        return stored.raw.read(name) if stored.dtype in EIGHT_BIT_FLOATS else stored.file.get_tensor(name)
 
     def in_mxfp4(self, name: str) -> bool:
         """Never of one tensor: blocks and scales are two here."""

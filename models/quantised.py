@@ -62,11 +62,11 @@ class DequantisedTensors:
             del self.shapes[name]
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor. Raises WeightMismatchError for numbers of 8 bits without a scale, and for others that have one."""
+        """One tensor. Raises WeightMismatchError for integers or 8 bits without a scale, and for others that have one."""
         if name in self._stored:
             return self._stored[name].read()
         tensor = self._tensor(name)
-        if tensor.dtype.itemsize == 1:
+        if tensor.dtype.itemsize == 1 or tensor.dtype.kind in "iu":
             raise self._error(f"{name}: stored as {tensor.dtype}, without a scale beside it")
         return tensor
 

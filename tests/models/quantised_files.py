@@ -7,7 +7,8 @@ import numpy as np
 
 DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
-    "int8": "I8", "int32": "I32", "int64": "I64",
+    "int8": "I8", "int32": "I32", "int64": "I64", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float64": "F64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,6 +14,7 @@ from models.huggingface import HuggingFaceDirectory
 from models.registry import load_model
 from models.testing import tiny_tokenizer
 from tests.models.checkpoints import GOLDEN
+from tests.models.quantised_files import DTYPES, write_safetensors
 
 
 def test_a_head_beside_tied_embeddings(tmp_path, caplog):
@@ -75,6 +77,29 @@ def test_a_base_of_rope_that_is_null_is_the_familys(family, bases):
     for nulls in ((), ("rope_theta",), ("rope_local_base_freq",), ("rope_theta", "rope_local_base_freq")):
         config = config_from_huggingface(nothing | dict.fromkeys(nulls), "x")
         assert (config.rope_theta, config.sliding_rope_theta) == bases
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int64", "uint8", "bool", "complex64", ml_dtypes.float8_e4m3fnuz, "float64", "float16"]
+)
+def test_tensors_that_are_no_floats_are_no_weights(dtype, tmp_path):
+    """They were read as numbers: of a quantised checkpoint, say, whose config.json has lost what says so."""
+    directory, name = tmp_path / "m", "model.layers.0.mlp.up_proj.weight"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tensors = load_file(directory / "model.safetensors")
+    odd = {
+        name: tensors[name].astype(dtype),
+        "position_ids": np.arange(3),
+    }  # what is not read may be anything
+    write_safetensors(directory / "model.safetensors", tensors | odd)
+    file = HuggingFaceDirectory(directory)
+    file.open()
+    if np.dtype(dtype).name in ("float64", "float16"):
+        np.testing.assert_array_equal(file.read(name), odd[name])
+        return
+    words = f"model.safetensors: tensor {name} is stored as {DTYPES[np.dtype(dtype).name]}, expected F64, F32"
+    with pytest.raises(UnsupportedModelError, match=words):
+        file.read(name)
 
 
 def test_of_several_files_those_of_the_model_are_read(tmp_path):

@@ -78,6 +78,10 @@ def replaced(name, change):
         ("awq", without("qweight"), f"{K}.weight: missing .expected shape .32, 32.*{K}.qzeros: unexpected"),
         ("awq", replaced("qzeros", lambda x: x[1:]), rf"{K}.qzeros: expected shape \(4, 4\), found \(3, 4\)"),
         ("awq", replaced("scales", lambda x: x[:, 1:]), rf"{K}.scales: expected shape \(4, 32\), found \(4, 31\)"),
+        (
+            "awq", lambda tensors: tensors | {"model.norm.weight": np.ones(32, np.int32)},
+            "model.norm.weight: stored as int32, without a scale",
+        ),
         ("gptq", without("scales"), f"{K}.scales: missing beside {K}.qweight"),
         ("gptq", replaced("qzeros", lambda x: x[:, 1:]), rf"{K}.qzeros: expected shape \(4, 4\) \(4 bits\), found"),
         ("gptq", replaced("g_idx", lambda x: x + 1), f"{K}.g_idx: groups 1 to 4, there are 4"),
