@@ -27,7 +27,7 @@ log = logging.getLogger("tangram")
 
 # What transformers takes where the config.json of an architecture says nothing.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {
         "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
     },
@@ -195,8 +195,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         [str(x) for x in named] if isinstance(named, list) and named else [str(named or "(none given)")]
     )
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
-    # A base of RoPE that is null is the family's; a window that is null is none.
-    given = {key: x for key, x in with_counts(config).items() if x is not None or key not in _ROPE_BASES}
+    # A window that is null is none; where none makes no sense, null is the family's default.
+    given = {key: x for key, x in with_counts(config).items() if x is not None or key not in _NEVER_NULL}
     config = {**ARCHITECTURES.get(architecture, {}), **given}
     if architecture == GPT_OSS:
         config = with_rope(config)
@@ -215,7 +215,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
     problems += wrong
     sliding_theta, wrong = read_sliding_rope(config) if sliding_layers else (None, [])
     problems += wrong
-    positions = config.get("max_position_embeddings") or 2048
+    positions: Any = config.get("max_position_embeddings")
     if scaling is not None and is_whole(positions):
         positions = max(positions, scaling.stretched)
     if window is not None and is_whole(positions) and window >= positions and sliding_theta is None:
@@ -311,7 +311,7 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
 
 
 _OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-_ROPE_BASES = ("rope_theta", "rope_local_base_freq")
+_NEVER_NULL = ("rope_theta", "rope_local_base_freq", "max_position_embeddings")
 
 
 def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,14 @@ class RopeScaling:
 
     @classmethod
     def yarn(cls, factor: float, original_max_positions: int, **fields: Any) -> RopeScaling:
-        """YaRN with the paper's attention factor (its equation 22), unless `fields` have one."""
+        """YaRN with the paper's attention factor (its equation 22), unless `fields` have one.
+
+        Raises ValueError where it reaches more positions than 32 bits count.
+        """
+        if factor * original_max_positions >= 2**31:
+            raise ValueError(
+                f"yarn by {factor:g} of {original_max_positions:g} positions (32 bits count no more than {2**31:g})"
+            )
         given = {"attention_factor": yarn_attention_factor(factor)} | fields
         return cls(kind="yarn", factor=factor, original_max_positions=original_max_positions, **given)
 
@@ -59,7 +67,7 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 def is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and type(value) is not bool and 0 < value <= sys.float_info.max
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -161,7 +169,10 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, lis
     if problems:
         return 0.0, None, problems
     if kind == "yarn":
-        return float(theta), _yarn(rope), []
+        try:
+            return float(theta), _yarn(rope), []
+        except ValueError as error:
+            return 0.0, None, [str(error)]
     given: dict[str, Any] = {
         key: float(rope[key]) for key in _REQUIRED[kind] if key != "original_max_position_embeddings"
     }

@@ -50,6 +50,12 @@ def test_yarn_by_no_number(key, odd, gguf_tiny, tmp_path):
     assert refused(path, f"llama.rope.scaling.{key} is {odd}, expected a positive number")
 
 
+def test_yarn_beyond_32_bits(gguf_tiny, tmp_path):
+    scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 1e30}
+    path = write_gguf(tmp_path / "y.gguf", *gguf_tiny, metadata=scaling)
+    assert refused(path, "damaged (yarn by 1e+30 of 512 positions (32 bits count no more than")
+
+
 @pytest.mark.parametrize("factors", [[0.0] * 8, [math.nan] * 8, [1.0] * 4, [[1.0] * 8] * 2])
 def test_divisors_of_the_frequencies(factors, gguf_tiny, tmp_path):
     path = write_gguf(tmp_path / "f.gguf", *gguf_tiny, rope_factors=factors)

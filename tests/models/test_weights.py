@@ -155,6 +155,22 @@ def test_yarn_as_its_users_write_it():
     # DeepSeek-R1-0528-Qwen3-8B: no attention factor but that of the model's makers
     assert scaling_of(yarn | {"attn_factor": 0.8782488562869419}).attention_factor == pytest.approx(1.0)
     assert scaling_of(None) is None
+    for odd in ({"factor": 1e300}, {"original_max_position_embeddings": 1e300}, {"factor": 65_536.0}):
+        with pytest.raises(UnsupportedModelError, match=r"yarn by .* positions .32 bits count no more than"):
+            scaling_of(yarn | odd)
+    with pytest.raises(UnsupportedModelError, match="factor=1000"):
+        scaling_of(yarn | {"factor": 10**400})
+
+
+@pytest.mark.parametrize("positions", [{}, {"max_position_embeddings": None}])
+def test_positions_that_a_config_does_not_say(positions):
+    """Of Llama those of transformers' default, for YaRN too; of others their own."""
+    silent = {key: x for key, x in HF_CONFIG.items() if key != "max_position_embeddings"} | positions
+    config = config_from_huggingface(silent | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "x")
+    assert (config.max_positions, config.rope_scaling) == (8192, RopeScaling.yarn(4.0, 2048))
+    assert config_from_huggingface(silent, "x").max_positions == 2048
+    qwen = silent | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    assert config_from_huggingface(qwen, "x").max_positions == 32_768
 
 
 def test_one_million_positions_need_dual_chunk_attention(caplog):
