@@ -107,7 +107,11 @@ def read_tokenizer(field: Field, path: Path, config: ModelConfig, ids: Mapping[s
         clean_up_tokenization_spaces=False,
         model_max_length=config.max_positions,
     )
-    fast.chat_template = field("tokenizer.chat_template")
+    template = field("tokenizer.chat_template")
+    if isinstance(template, str):
+        fast.chat_template = template
+    elif template is not None:
+        log.warning("%s: tokenizer.chat_template is %.80r, no text: taken for none", path, template)
     return Tokenizer(fast, config.eos_token_ids)
 
 

@@ -75,14 +75,17 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works."""
-        return bool(self._fast.chat_template)
+        return bool(self.chat_template() or self.chat_template(with_tools=True))
 
     def chat_template(self, with_tools: bool = False) -> str | None:
-        """The text of the template; of several the one that transformers takes for conversations with or without tools."""
+        """The text of the template; of several the one that transformers takes for conversations with or without tools.
+
+        None if there is none, or something that is no text.
+        """
         given = self._fast.chat_template
-        if not isinstance(given, dict):
-            return given
-        return given.get("tool_use" if with_tools and "tool_use" in given else "default")
+        if isinstance(given, dict):
+            given = given.get("tool_use" if with_tools and "tool_use" in given else "default")
+        return given if isinstance(given, str) else None
 
     def use_chat_template(self, template: str) -> None:
         """From now on this one, in Jinja, with or without tools. Raises ChatTemplateError for what Jinja cannot read."""
@@ -92,7 +95,13 @@ class Tokenizer:
             raise ChatTemplateError(fault)
 
     def chat_template_fault(self) -> str | None:
-        """What Jinja cannot read in the template, and where; None if it can, or if there is none."""
+        """What Jinja cannot read in the template, and where, or why there is none to read; None if all is well."""
+        given = self._fast.chat_template
+        if given and self.chat_template() is None:
+            several = isinstance(given, dict) and "default" not in given
+            return (
+                f"none of {', '.join(given)} is the 'default'" if several else f"no text: {str(given)[:80]}"
+            )
         try:
             self.render_chat([{"role": "user", "content": "Hello"}])
         except ChatTemplateError as error:  # a template may well reject this conversation

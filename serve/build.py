@@ -114,8 +114,8 @@ def build(config: ServeConfig, *, progress: bool = True, programs: Path | None =
             raise ConfigError(f"--chat-template is no Jinja template: {error}. Mend it there") from error
     elif fault := model.tokenizer.chat_template_fault():
         log.warning(
-            "The chat template of %s is no Jinja template (%s), so that every chat is refused: fetch it again, or start "
-            "with --chat-template FILE",
+            "The chat template of %s cannot be read (%s), so that chats are refused: fetch it again, or start with "
+            "--chat-template FILE",
             model.name,
             fault,
         )

@@ -117,6 +117,12 @@ def test_damaged_text(gguf_tiny, tmp_path):
     assert refused(path, "its metadata is odd or damaged ('utf-8' codec can't decode byte 0xff")
 
 
+def test_a_template_that_is_no_text(gguf_tiny, tmp_path, caplog):
+    path = write_gguf(tmp_path / "t.gguf", *gguf_tiny, metadata={"tokenizer.chat_template": 5})
+    assert not GGUFFile(path).tokenizer().has_chat_template
+    assert f"{path}: tokenizer.chat_template is 5, no text: taken for none" in caplog.text
+
+
 def test_a_name_of_no_parts_is_a_name(gguf_tiny, tmp_path):
     path = write_gguf(tmp_path / "x-00001-of-00000.gguf", *gguf_tiny)
     assert GGUFFile(path).config.name == "x"

@@ -97,6 +97,19 @@ def test_the_template_for_tools():
     assert several.render_chat([message]) == "1"
     assert several.render_chat([message], tools=[{"name": "f"}]) == "f"
     assert tiny_tokenizer(chat_template={"default": "{{ 1 }}"}).chat_template(with_tools=True) == "{{ 1 }}"
+    for tools_only in ({"tool_use": "{{ 1 }}"}, {"tool_use": "{{ 1 }}", "default": 5}):
+        several = tiny_tokenizer(chat_template=tools_only)
+        assert (several.chat_template(), several.chat_template(with_tools=True)) == (None, "{{ 1 }}")
+        assert several.has_chat_template and several.chat_template_fault()
+
+
+def test_a_template_that_is_no_text():
+    tokenizer = tiny_tokenizer()
+    tokenizer._fast.chat_template = 5
+    assert (tokenizer.chat_template(), tokenizer.has_chat_template) == (None, False)
+    assert tokenizer.chat_template_fault() == "no text: 5"
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
 
 
 def test_another_chat_template():

@@ -216,13 +216,21 @@ def test_a_chat_template_is_a_file_or_written_out(tmp_path, monkeypatch):
 def test_a_model_whose_own_chat_template_cannot_be_read_is_served_with_a_warning(monkeypatch, caplog):
     config = tiny_config(num_layers=1)
     settings = ServeConfig(num_pages=900, max_model_len=128, max_num_seqs=1)
-    for template, said in (("{% if %}", True), ("{{ messages[7].content }}", False)):
+    for template, said in (
+        ("{% if %}", "line 1: "),
+        (5, "no text: 5), so that chats are refused: fetch it again"),
+        ({"tool_use": "{{ tools }}", "rag": "{{ 1 }}"}, "none of tool_use, rag is the 'default')"),
+        ({"default": ["x"]}, "no text: "),
+        ("{{ messages[7].content }}", ""),
+        ("", ""),
+    ):
         tokenizer = tiny_tokenizer(chat_template=template)
         model = LoadedModel(config, random_params(config), tokenizer, "tiny")
         monkeypatch.setattr("serve.build.load_model", lambda *_, model=model, **__: model)
         caplog.clear()
         build(settings)
-        assert ("template of tiny is no Jinja template (line 1: " in caplog.text) == said
+        assert ("template of tiny cannot be read (" in caplog.text) == bool(said)
+        assert said in caplog.text
 
 
 def test_sampling_defaults_are_the_models_unless_they_make_no_sense(caplog):
