@@ -37,7 +37,7 @@ class ModelNotFoundError(ValueError):
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"cannot read {path}: {error}") from error
     if not isinstance(found, dict):
         raise UnsupportedModelError(f"cannot read {path}: expected a JSON object")

@@ -14,7 +14,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
     """A JSON object, for the command line."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"'{text}' is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"'{text}' is not a JSON object: write for example {{\"key\": 1}}")

@@ -83,7 +83,10 @@ def same_rope(record: Any, config: ModelConfig) -> bool:
     def close(a: Any, b: Any) -> bool:
         if a is None or b is None:
             return a is b
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        try:
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        except (TypeError, ValueError, OverflowError):  # no numbers
+            return False
         return a.shape == b.shape and bool(np.allclose(a, b, rtol=1e-4, atol=0.0))
 
     return all(close(record.get(key), value) for key, value in rope_record(config).items())

@@ -1,5 +1,6 @@
 """Checkpoints that say two things: a head beside tied embeddings, several files, a config.json at odds with itself."""
 
+import argparse
 import json
 import shutil
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
 from models.huggingface import HuggingFaceDirectory
+from models.overrides import parse_overrides
 from models.registry import load_model
 from models.testing import tiny_tokenizer
 from tests.models.checkpoints import GOLDEN
@@ -100,6 +102,17 @@ def test_tensors_that_are_no_floats_are_no_weights(dtype, tmp_path):
     words = f"model.safetensors: tensor {name} is stored as {DTYPES[np.dtype(dtype).name]}, expected F64, F32"
     with pytest.raises(UnsupportedModelError, match=words):
         file.read(name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deep(name, tmp_path):
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    (directory / name).write_text("[" * 100_000)
+    with pytest.raises(UnsupportedModelError, match=f"cannot read .*/m/{name}: maximum recursion depth"):
+        HuggingFaceDirectory(directory)
+    with pytest.raises(argparse.ArgumentTypeError, match="is not JSON: maximum recursion depth"):
+        parse_overrides("[" * 100_000)
 
 
 def test_of_several_files_those_of_the_model_are_read(tmp_path):

@@ -112,3 +112,13 @@ def test_a_profile_measured_under_other_frequencies_is_named(tmp_path, caplog):
         choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), served, "tiny")
         assert len(caplog.records) == warnings
         assert all("other RoPE frequencies" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("frequencies", [{"a": 1}, ["a"], [[1.0], [2.0, 3.0]], [10**400], None, True])
+def test_frequencies_that_are_no_numbers_are_others(frequencies, tmp_path, caplog):
+    config = tiny_config(num_layers=2)
+    record = rope_record(config) | {"frequencies": frequencies}
+    profile = BudgetProfile(budgets=np.full((2, 4), 0.5), retention=0.5, provenance={"rope": record})
+    profile.save(tmp_path / "p.npz")
+    choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), config, "tiny")
+    assert ["other RoPE frequencies" in record.getMessage() for record in caplog.records] == [True]
