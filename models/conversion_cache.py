@@ -115,12 +115,17 @@ def save(path: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer) 
         with _quiet_absl(), contextlib.closing(_checkpointer()) as checkpointer:
             checkpointer.save(folder / "params", params)
         tokenizer.save(str(folder / "tokenizer"))
+        (folder / "tokenizer_files.json").write_text(json.dumps(_sizes(folder / "tokenizer")))
         (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
         try:
             folder.rename(path)
         except OSError:  # another process was first
             if not path.is_dir():
                 raise
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
 
 
 def load(
@@ -146,6 +151,9 @@ def load(
 def _load(path: Path, dtype: DTypeLike, mesh: Mesh | None) -> tuple[ModelConfig, Params, Tokenizer]:
     import orbax.checkpoint as ocp
 
+    # Without its template, say, a tokenizer is read all the same, and is another one.
+    if _sizes(path / "tokenizer") != json.loads((path / "tokenizer_files.json").read_text()):
+        raise ValueError("the files of its tokenizer are not those that were written")
     fields = json.loads((path / "config.json").read_text())
     if fields["rope_scaling"] is not None:
         factors = tuple(fields["rope_scaling"].pop("factors"))

@@ -67,6 +67,27 @@ def test_gguf_file_and_its_cache(gguf_tiny, tmp_path, cache, monkeypatch, caplog
     assert "converting again" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("change", [Path.unlink, lambda file: file.write_text("{}")])
+def test_a_conversion_whose_tokenizer_is_not_whole_is_made_again(
+    name, change, gguf_tiny, tmp_path, cache, caplog
+):
+    path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
+    expected = load_model(path, progress=False).tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}]
+    )
+    (entry,) = (cache / "converted").iterdir()
+    change(entry / "tokenizer" / name)
+    again = load_model(path, progress=False).tokenizer
+    assert again.apply_chat_template([{"role": "user", "content": "x"}]) == expected
+    assert (
+        "converting again" in caplog.text and "the files of its tokenizer are not those that" in caplog.text
+    )
+    caplog.clear()
+    load_model(path, progress=False)
+    assert not caplog.records
+
+
 def test_a_conversion_that_cannot_be_kept_is_served_all_the_same(gguf_tiny, tmp_path, cache, caplog):
     path = write_gguf(tmp_path / "tiny.gguf", *gguf_tiny)
     cache.mkdir()
