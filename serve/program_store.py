@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,24 @@ log = logging.getLogger("tangram.engine")
 def keep_compiled(directory: Path) -> None:
     """Let JAX's persistent cache be there, and hold all that XLA compiles from now on, small programs too.
 
-    Where there can be none, a line of the log says so, and programs are compiled at every start.
+    Where there can be none, a line of the log says so, and programs are compiled at every start. What is in a directory that
+    cannot be written is read all the same.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         log.warning("Compiled programs cannot be kept, so that every start compiles them: %s", error)
         return
-    _drop_cut_short(directory)
+    if os.access(directory, os.W_OK):
+        _drop_cut_short(directory)
+    else:
+        log.warning(
+            "Compiled programs cannot be kept, so that every start compiles those that are not there: %s cannot be written",
+            directory,
+        )
+        warnings.filterwarnings(
+            "ignore", "Error writing persistent compilation cache entry"
+        )  # JAX's, of each
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
@@ -84,6 +95,7 @@ class ProgramStore:
         self._directory = directory
         self._identity = _digest(_platform(), _sources(), repr(config), _contents(plan), *map(repr, parts))
         self.found = self.made = 0
+        self._told = False  # that they cannot be written
         if jax.default_backend() == "gpu":
             # It says where the library is that compiled kernels call; otherwise only lowering would import it.
             importlib.import_module("jax.experimental.mosaic.gpu")
@@ -153,7 +165,9 @@ class ProgramStore:
             for path in old[MOST_FILES:]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            log.debug("Programs cannot be kept in %s: %s", self._directory, error)
+            if not self._told:
+                log.warning("Programs cannot be kept, so that every start traces them: %s", error)
+            self._told = True
             return
         self.made += 1
 

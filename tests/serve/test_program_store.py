@@ -128,9 +128,20 @@ jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(5))
 """
 
 
-def compiled(directory):
+# Also for a user who may write everywhere.
+READ_ONLY = """
+import os, sys
+from jax._src.lru_cache import LRUCache
+def refuse(cache, key, value):
+    print(key, file=sys.stderr)
+    raise PermissionError(13, "Permission denied")
+os.access, LRUCache.put = lambda *_: False, refuse
+"""
+
+
+def compiled(directory, first=""):
     """(what JAX keeps in a directory after a process that has compiled a little, what that process said)"""
-    command = [sys.executable, "-c", COMPILES, str(directory)]
+    command = [sys.executable, "-c", first + COMPILES, str(directory)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=True)
     return {path: path.read_bytes() for path in directory.glob("*-cache")}, done.stderr
 
@@ -158,6 +169,22 @@ def test_where_compiled_programs_cannot_be_kept_one_line_says_so(tmp_path):
     )
 
 
+def test_a_directory_that_cannot_be_written_is_read_and_one_line_says_so(tmp_path):
+    """JAX had a warning of its own for each program."""
+    kept, _ = compiled(tmp_path)
+    gone = min(kept)
+    gone.unlink()
+    left, said = compiled(tmp_path, READ_ONLY)
+    assert left.keys() == kept.keys() - {gone}
+    assert (
+        said
+        == (
+            "Compiled programs cannot be kept, so that every start compiles those that are not there: "
+            f"{tmp_path} cannot be written\n{gone.name.removesuffix('-cache')}\n"  # the only one that was not read
+        )
+    )
+
+
 def test_a_program_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise ValueError("not this one")
@@ -167,12 +194,15 @@ def test_a_program_that_cannot_be_kept_runs_all_the_same(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written(tmp_path):
+def test_a_directory_that_cannot_be_written(tmp_path, caplog):
     """A file is where it should be: true for every user, also for one who may write everywhere."""
     (tmp_path / "file").write_text("")
-    got, store = scaled(new_store(tmp_path / "file" / "programs"))
-    np.testing.assert_array_equal(got, [0, 3, 6, 9])
+    store = new_store(tmp_path / "file" / "programs")
+    for size in (4, 5):
+        np.testing.assert_array_equal(scaled(store, size)[0], [0, 3, 6, 9, 12][:size])
     assert (store.made, store.found) == (0, 0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Programs cannot be kept, so that every start traces them: [Errno 20] Not a directory" in said
 
 
 def test_old_files_go(tmp_path, monkeypatch):
