@@ -150,7 +150,10 @@ class HuggingFaceDirectory:
         """Never: `models.quantised` reads these."""
 
     def tokenizer(self) -> Tokenizer:
-        """The fast tokenizer of the directory, exactly as its tokenizer.json says."""
+        """The fast tokenizer of the directory, exactly as its tokenizer.json says.
+
+        Raises UnsupportedModelError for none, a damaged one, or one of another kind than `Tokenizer` reads.
+        """
         if not (self.path / "tokenizer.json").is_file():
             raise UnsupportedModelError(
                 f"{self.path} has no tokenizer.json: only fast tokenizers are supported"
@@ -166,7 +169,10 @@ class HuggingFaceDirectory:
                 f"the tokenizer in {self.path} cannot be read ({type(error).__name__}: {error}): fetch tokenizer.json, "
                 "tokenizer_config.json and special_tokens_map.json again"
             ) from error
-        return Tokenizer(fast, self.config.eos_token_ids)
+        try:
+            return Tokenizer(fast, self.config.eos_token_ids)
+        except ValueError as error:
+            raise UnsupportedModelError(f"cannot load {self.path / 'tokenizer.json'}: {error}") from error
 
 
 def download(repo: str, *, progress: bool = True, overrides: Mapping[str, Any] | None = None) -> Path:

@@ -115,6 +115,18 @@ def test_json_that_is_nested_too_deep(name, tmp_path):
         parse_overrides("[" * 100_000)
 
 
+def test_a_tokenizer_of_another_kind_is_named(tmp_path):
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    tiny_tokenizer().save(str(directory))
+    said = json.loads((directory / "tokenizer.json").read_text())
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (directory / "tokenizer.json").write_text(json.dumps(said | {"decoder": decoder}))
+    words = r"cannot load .*/m/tokenizer.json: tokenizer with decoder \['WordPiece'\] is not supported"
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_model(directory, progress=False)
+
+
 def test_of_several_files_those_of_the_model_are_read(tmp_path):
     directory = tmp_path / "m"
     shutil.copytree(GOLDEN / "tiny_qwen3", directory)
