@@ -154,7 +154,7 @@ def _load(path: Path, dtype: DTypeLike, mesh: Mesh | None) -> tuple[ModelConfig,
     # Without its template, say, a tokenizer is read all the same, and is another one.
     if _sizes(path / "tokenizer") != json.loads((path / "tokenizer_files.json").read_text()):
         raise ValueError("the files of its tokenizer are not those that were written")
-    fields = json.loads((path / "config.json").read_text())
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if fields["rope_scaling"] is not None:
         factors = tuple(fields["rope_scaling"].pop("factors"))
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"], factors=factors)

@@ -36,7 +36,7 @@ class ModelNotFoundError(ValueError):
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"cannot read {path}: {error}") from error
     if not isinstance(found, dict):
