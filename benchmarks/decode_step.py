@@ -41,7 +41,7 @@ from benchmarks.options import add_heads_per_page
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
-from models.params import ParamSpec, map_specs, param_specs
+from models.params import ParamSpec, param_specs
 from models.sharding import param_shardings, rules_for, tensor_mesh
 from pallas_kernels import byte_pages, decode_layer, ragged_decode
 from pallas_kernels.expert_products import mxfp4
@@ -68,7 +68,10 @@ def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, devices: int = 1) -> Any:
-    """bfloat16 weights, experts in MXFP4 and weights in FP8, made on the device, or spread over several."""
+    """bfloat16 weights, experts in MXFP4 and weights in FP8, made on the device, or spread over several.
+
+    Biases are zeros: random ones, of GPT-OSS's router and attention, would send most tokens to the same few experts.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 24 * config.num_layers + 16))
 
     @partial(jax.jit, static_argnums=1)  # compiled once for each shape
@@ -81,16 +84,19 @@ def random_weights(config: ModelConfig, devices: int = 1) -> Any:
         words = jax.random.bits(key, shape, jnp.uint32).at[..., mxfp4.ROWS - 1, :].set(scales)
         return jax.lax.bitcast_convert_type(words, jnp.int32)
 
-    def draw(spec: ParamSpec) -> Any:
+    def draw(path: Any, spec: ParamSpec) -> Any:
+        if path[-1].key.endswith("bias"):
+            return jnp.zeros(spec.shape, jnp.bfloat16)
         if spec.fp8:
             return quantised(normal(next(keys), spec.shape), spec)
         return (packed if spec.packed else normal)(next(keys), spec.shape)
 
     specs = param_specs(config)
+    by_path = partial(jax.tree.map_with_path, is_leaf=lambda x: isinstance(x, ParamSpec))
     if devices == 1:
-        return map_specs(draw, specs)
+        return by_path(draw, specs)
     places = param_shardings(config, tensor_mesh(devices), rules_for(config, devices))
-    return map_specs(lambda spec, place: jax.device_put(draw(spec), place), specs, places)
+    return by_path(lambda path, spec, place: jax.device_put(draw(path, spec), place), specs, places)
 
 
 def ragged(config: ModelConfig, retention: float) -> tj.BudgetProfile:

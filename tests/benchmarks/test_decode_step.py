@@ -3,11 +3,14 @@
 import json
 import sys
 
+import jax
 import pytest
 
 from benchmarks import decode_step
 from benchmarks.decode_ways import WAYS, on_any_gpu
 from benchmarks.gpu_program import as_on_hopper
+from models.routing import likeliest, router_logits
+from models.testing import tiny_gpt_oss_config
 from pallas_kernels import (
     decode_layer,
     dense_products,
@@ -18,6 +21,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.layer_products import by_tile, device_ops, phases
 from pallas_kernels.layer_products import mosaic_gpu as layer_kernel
+from pallas_kernels.norms import rms_norm
 from pallas_kernels.ragged_decode import plan as decode_plan
 from tangram_jax import cuda_graphs
 
@@ -80,3 +84,15 @@ def test_one_comparison_at_a_time(monkeypatch, tmp_path, capsys):
     assert (
         "--xla-plan is compared with nothing else: leave out --drafts and --bytes" in capsys.readouterr().err
     )
+
+
+def test_tokens_of_random_weights_go_to_all_experts():
+    """With random biases most would go to the same few, and less would be read than the floor counts."""
+    config = tiny_gpt_oss_config(num_experts=32, experts_per_token=4, experts_mxfp4=True, expert_size=64)
+    params = decode_step.random_weights(config)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        assert bool((leaf == 0).all()) == path[-1].key.endswith("bias"), path
+    layer = params["layers"][0]
+    x = rms_norm(params["embed"][:32], layer["mlp_norm"], config.norm_eps, 0.0)
+    chosen = likeliest(router_logits(x, layer["router"], layer["router_bias"]), 4)[1]
+    assert len(set(chosen.ravel().tolist())) > 28
