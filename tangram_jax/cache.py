@@ -36,6 +36,7 @@ class RowLayout:
     capacity: tuple[int, ...]  # pages of each group
     max_tokens: int
     max_tail: int
+    plan: str = ""  # its identity
 
     @property
     def width(self) -> int:
@@ -114,7 +115,7 @@ def row_layout(
     entries = np.minimum(plan.lengths(max_tokens, budgets) + max_tail, max_tokens)
     rings = plan.group_pages(max_tokens)[plan.num_groups :]
     pages = [*-(-entries // plan.page_size), *rings]
-    return RowLayout(tuple(int(p) for p in pages), max_tokens, max_tail)
+    return RowLayout(tuple(int(p) for p in pages), max_tokens, max_tail, plan.identity)
 
 
 def init_cache(
@@ -171,7 +172,7 @@ def init_cache(
 
 
 def check_plan(plan: CachePlan, cache: Cache) -> None:
-    """Raises ValueError where the pages or rows of `cache` are not as `plan` has them."""
+    """Raises ValueError where the pages or rows of `cache`, or what lies in them, are not as `plan` has them."""
     layout, pool = cache.layout, cache.pool
     pages = pool.shape[2], byte_pages.page_size(pool)
     if (plan.heads_per_page, plan.page_size) != pages or layout != row_layout(
@@ -181,6 +182,14 @@ def check_plan(plan: CachePlan, cache: Cache) -> None:
             f"the cache is of another plan, with pages of {pages[0]} heads and {pages[1]} tokens: give the plan that "
             "init_cache was given"
         )
+
+
+def _one_row(cache: Cache, row: Any) -> jax.Array:
+    """`cache.known(row)`. Raises ValueError for several."""
+    row = cache.known(row)
+    if row.ndim:
+        raise ValueError(f"rows {[*row.shape]}: give one at a time, as a number")
+    return row
 
 
 def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any, Any]) -> jax.Array:
@@ -272,11 +281,16 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
-    """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group."""
+    """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group, but nothing that it holds.
+
+    Raises ValueError, as the functions below do, for several rows.
+    """
     check_plan(plan, cache)
-    row = cache.known(row)
-    pages = cache.row(row).pages
-    given = (pages != NO_PAGE) & ~_columns(plan, cache, row[None], tokens, tail)[0]
+    row = _one_row(cache, row)
+    of = cache.row(row)
+    pages = of.pages
+    needed = [_columns(plan, cache, row[None], *held)[0] for held in ((tokens, tail), (of.tokens, of.tail))]
+    given = (pages != NO_PAGE) & ~(needed[0] | needed[1])
     cache = _return_pages(cache, pages, given)
     return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
 
@@ -285,7 +299,7 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
     """Give back every page of `row`, and forget its tokens and what budgets it had of its own."""
     check_plan(plan, cache)
-    row = cache.known(row)
+    row = _one_row(cache, row)
     pages = cache.row(row).pages
     cache = _return_pages(cache, pages, pages != NO_PAGE)
     return replace(
@@ -299,7 +313,7 @@ def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Array) -> Cache:
-    """Compress `row`, which must be empty, under `budgets` i32[M] (`plan.budgets_at`) until it is released.
+    """Compress `row` under `budgets` i32[M] (`plan.budgets_at`) until it is released. Where it is not empty nothing happens.
 
     Of several rows i32[N], all different, each under its own: i32[N, M]. Raises ValueError where they are something else.
     """
@@ -310,6 +324,8 @@ def set_budgets(plan: CachePlan, cache: Cache, row: jax.Array, budgets: jax.Arra
             f"budgets of {budgets.dtype}{[*budgets.shape]}: write those of plan.budgets_at(retention), parts per million of "
             f"{plan.num_groups} groups"
         )
+    of = cache.row(row)
+    row = jnp.where((of.tokens == 0) & (of.tail == 0), row, cache.num_rows)
     return replace(cache, budgets=cache.budgets.at[row].set(jnp.clip(budgets, 0, plan.most_ppm)))
 
 
@@ -323,7 +339,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     """
     check_plan(plan, cache)
     layout, size = cache.layout, plan.page_size
-    src, dst = cache.known(src), cache.known(dst)
+    src, dst = _one_row(cache, src), _one_row(cache, dst)
     pages, tokens, tail, budgets = cache.row(src)
     held = pages != NO_PAGE
     full = plan.shared_group_pages(tokens, budgets)
@@ -376,6 +392,7 @@ def rollback(plan: CachePlan, cache: Cache, row: jax.Array, count: jax.Array) ->
     entries of the smallest group). The entries go, the pages stay reserved. After reaching into the window, the next chunk
     must bring the row to at least as many tokens as it had been compressed at.
     """
+    check_plan(plan, cache)
     of = cache.row(row)
     at_end = jnp.minimum(plan.lengths(of.tokens, of.budgets).min(axis=-1), plan.window)
     count = jnp.clip(whole("count", count), 0, jnp.maximum(of.tail + at_end, 0))

@@ -4,6 +4,7 @@ Everything here is decided before the first request and never changes: which gro
 many entries each group holds as a function of the token count alone.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -61,6 +62,7 @@ class CachePlan:
     most_ppm: np.ndarray  # int32[M], the largest budgets that a row may have
     rings: Rings | None = None  # their groups follow the M compressed ones in a row of the cache's table
     division: Division = "equal"  # of a decode step's work among the CTAs of a GPU: see `splits`
+    identity: str = ""  # of what lies where in a cache: of a plan that is built alike, and of one device's share, the same
 
     @classmethod
     def build(
@@ -141,9 +143,14 @@ class CachePlan:
             else None,
             division=division,
         )
-        if not max_retention:
-            return plan
-        return replace(plan, most_ppm=np.maximum(group_ppm, plan._budgets_at(plan.max_retention)))
+        if max_retention:
+            plan = replace(plan, most_ppm=np.maximum(group_ppm, plan._budgets_at(plan.max_retention)))
+        return replace(plan, identity=plan._identity())
+
+    def _identity(self) -> str:
+        law = self.heads_per_page, self.page_size, self.sinks, self.window, self.min_entries, self.rings
+        arrays = self.group_of, self.column_of, self.group_ppm, self.most_ppm
+        return hashlib.sha256(b"".join([repr(law).encode(), *(x.tobytes() for x in arrays)])).hexdigest()
 
     def budgets_at(self, retention: float | None) -> np.ndarray:
         """int32[M]: the groups' budgets of a row with a retention of its own, in parts per million; None: the plan's.
