@@ -4,7 +4,7 @@
   python -m benchmarks.all_reduce --devices 2 --columns 8192
 
 Wall time of one in a row of many in one program, each of what the one before gave, less that of the row without them. NCCL's
-are recorded in CUDA graphs and XLA's are not, as each is fastest (see `tangram_jax.step.compiler_options`). "with norm" adds
+are recorded in CUDA graphs and XLA's are not, as each is fastest (see `tangram_jax.compiler_options`). "with norm" adds
 the residual and normalises: XLA in kernels of its own after the all-reduce, ours in the same one.
 """
 

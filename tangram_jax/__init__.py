@@ -7,7 +7,7 @@ from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import SlidingLayers
 from tangram_jax.scorers import get_scorer
 from tangram_jax.sharding import TensorParallel
-from tangram_jax.step import Chunk, Decode, decode_step, prefill_chunk, step
+from tangram_jax.step import Chunk, Decode, compiler_options, decode_step, prefill_chunk, step
 
 __all__ = [
     "BudgetProfile",
@@ -18,6 +18,7 @@ __all__ = [
     "Packed",
     "SlidingLayers",
     "TensorParallel",
+    "compiler_options",
     "decode_step",
     "fork",
     "get_scorer",

@@ -147,7 +147,7 @@ class TensorParallel:
     ) -> tuple[jax.Array, Cache]:
         """As `tangram_jax.step`, of parameters and a cache on the mesh; the logits are on every device.
 
-        Jit it with `tangram_jax.step.compiler_options(devices, linked="links" in params)`. Run each program once with
+        Jit it with `tangram_jax.compiler_options(devices, linked="links" in params)`. Run each program once with
         parameters `in_passing` and a cache without requests, and wait for it, before you run it in earnest.
         """
 

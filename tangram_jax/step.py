@@ -56,8 +56,8 @@ def step(
     reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
 
     Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, a plan for another model,
-    `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary; TypeError on what is no scorer, and on
-    tokens, rows and counts that are no whole numbers.
+    `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary and rows that are there twice; TypeError
+    on what is no scorer, and on tokens, rows and counts that are no whole numbers.
     """
     check_model(plan, config)
     check_plan(plan, cache)
@@ -77,6 +77,10 @@ def step(
         each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
         more = _missing_slots(config, beside + decode.tokens.size, each)
         decode, empty = _with_empty(decode, more, cache), more * each
+    _check_rows(
+        [part.rows if isinstance(part, Packed | Decode) else part.row for part in (*chunks, decode) if part],
+        cache,
+    )
     tokens, positions, places, there = _flatten(cache, chunks, decode, all_logits)
     wanted = len(places) - empty
     # Of decode tokens alone those of all: the head might have one token alone otherwise, see `_missing_slots`.
@@ -192,7 +196,7 @@ def prefill_chunk(
     """Run the next `count` of `tokens` i32[T] of `row` and compress the row to plan.lengths of its new token count.
 
     Returns (logits f32[V] after the last valid token, cache). Jit it with `model_config`, `plan` and `scorer` static
-    and the cache donated, and with `compiler_options()`. Reserve pages for the row's new token count first.
+    and the cache donated, and with `tangram_jax.compiler_options()`. Reserve pages for the row's new token count first.
     """
     # 64-bit numbers of NumPy's as they are: they are looked at before they are cut.
     chunk = Chunk(row, tokens, count)
@@ -211,9 +215,10 @@ def decode_step(
 ) -> tuple[jax.Array, Cache]:
     """Append `tokens` i32[B] to `rows` i32[B] (a number of no row is an empty slot) and return logits f32[B, V].
 
-    Jit it with `model_config` and `plan` static and the cache donated, and on a GPU with `compiler_options(alone=True)`,
-    which makes a step some microseconds shorter. No row may be there twice. Each row's tail must be reserved, and may not
-    hold more than the cache's `max_tail` tokens: the next chunk, which compresses the row, would lose some of what is kept.
+    Jit it with `model_config` and `plan` static and the cache donated, and on a GPU with
+    `tangram_jax.compiler_options(alone=True)`, which makes a step some microseconds shorter. No row may be there twice. Each
+    row's tail must be reserved, and may not hold more than the cache's `max_tail` tokens: the next chunk, which compresses
+    the row, would lose some of what is kept.
     A row without pages for its token is left out.
     """
     return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
@@ -256,6 +261,18 @@ def _there(decode: Decode, cache: Cache) -> jax.Array:
     size = decode.tokens.shape[1]
     counts = size if decode.counts is None else decode.counts[:, None]
     return there[:, None] & (np.arange(size) < counts)
+
+
+def _check_rows(rows: Sequence[jax.Array], cache: Cache) -> None:
+    """Raises ValueError where one is there twice. Traced ones pass, as nothing can be raised for them."""
+    known = [np.ravel(x) for x in rows if not isinstance(x, jax.core.Tracer)]
+    numbers, counts = np.unique(np.concatenate([np.zeros(0, np.int32), *known]), return_counts=True)
+    twice = numbers[(counts > 1) & (numbers < cache.num_rows)]
+    if twice.size:
+        raise ValueError(
+            f"row {twice[0]} is there twice: run one part of its tokens after the other, or several tokens as those of "
+            "Decode, [B, S]"
+        )
 
 
 def _decode_placed(decode: Decode, plan: CachePlan, cache: Cache) -> Decode:
