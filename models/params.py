@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -153,6 +154,51 @@ def param_specs(config: ModelConfig) -> Params:
     if not config.tie_embeddings:
         specs["lm_head"] = ParamSpec((E, V), ("embed", "vocab"), E)
     return specs
+
+
+def check_params(params: Any, config: ModelConfig) -> None:
+    """Raises ValueError that says how `params` differ from those of the model: in names, layers, or the vocabulary.
+
+    Within `jax.shard_map` they are a device's. Shapes of layers are not looked at: weights in FP8 have others. "links" may
+    be beside them. Raises TypeError on what is no dict.
+    """
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"params must be a dict, got {type(params).__name__}: write params of load_model(...)"
+        )
+    specs = param_specs(config)
+    differ = _other_names("params", params.keys() - {"links"}, specs)
+    if "layers" in params and len(params["layers"]) != config.num_layers:
+        differ.append(f"{len(params['layers'])} layers, expected {config.num_layers}")
+    for number, (layer, wanted) in enumerate(zip(params.get("layers", ()), specs["layers"], strict=False)):
+        if names := _other_names(f"layer {number}", layer, wanted):
+            differ += names
+            break  # those of other layers are much the same
+    for name in sorted({"embed", "lm_head"} & params.keys() & specs.keys()):
+        shape = np.shape(params[name])
+        if not _has_shape(shape, specs[name], config):
+            differ.append(f"{name} of shape {[*shape]}, expected {[*specs[name].shape]}")
+    if differ:
+        raise ValueError(
+            f"params are not those of model {config.name}: {'; '.join(differ)}: take both of one model, as load_model gives "
+            "them"
+        )
+
+
+def _other_names(where: str, found: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """What `where` lacks, and what it has that the model does not know."""
+    found, wanted = set(found), set(wanted)
+    both = (("without", wanted - found), ("with", found - wanted))
+    return [f"{where} {how} {', '.join(sorted(names))}" for how, names in both if names]
+
+
+def _has_shape(shape: tuple[int, ...], spec: ParamSpec, config: ModelConfig) -> bool:
+    """Whether it is that of `spec`; a device's share may have a part of the vocabulary."""
+    if config.tensor_axis is not None and len(shape) == len(spec.shape):
+        at = spec.axes.index("vocab")
+        if shape[at] and spec.shape[at] % shape[at] == 0:
+            shape = (*shape[:at], spec.shape[at], *shape[at + 1 :])
+    return shape == spec.shape
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:

@@ -24,7 +24,7 @@ from models.params import Params
 from models.sharding import AxisRules, param_shardings, rules_for, share, tensor_mesh
 from pallas_kernels import all_reduce
 from pallas_kernels.fp8_products import TILE, Fp8Weights
-from tangram_jax.cache import POOL_AXES, Cache, init_cache
+from tangram_jax.cache import POOL_AXES, Cache, check_model, init_cache
 from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
@@ -54,8 +54,9 @@ class TensorParallel:
     ) -> TensorParallel:
         """Over the first `devices` devices, or a `mesh` with the axis "tensor".
 
-        Raises ValueError where heads, MLPs or the columns of a page cannot be dealt evenly.
+        Raises ValueError where heads, MLPs or the columns of a page cannot be dealt evenly, and on a plan for another model.
         """
+        check_model(plan, config)
         mesh = tensor_mesh(devices) if mesh is None else mesh
         rules = rules_for(config, devices)
         param_shardings(config, mesh, rules)  # checks

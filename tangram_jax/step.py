@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from models.config import ModelConfig
+from models.params import check_params
 from models.products import EndOfLayer, layer_tuning, wanted_multiple
 from models.transformer import forward
 from pallas_kernels import dense_products, fp8_products
@@ -55,12 +56,13 @@ def step(
     chunk or slot, and of tokens beyond a row's count, mean nothing. No row may be there twice. The rows' pages must be
     reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
 
-    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, a plan for another model,
-    `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary and rows that are there twice; TypeError
-    on what is no scorer, and on tokens, rows and counts that are no whole numbers.
+    Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, parameters of or a plan for
+    another model, `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary and rows that are there twice; TypeError on what is no
+    scorer, and on tokens, rows and counts that are no whole numbers.
     """
     check_model(plan, config)
     check_plan(plan, cache)
+    check_params(params, config)
     cache = jax.tree.map(jnp.asarray, cache)  # one that was stored may be of NumPy's arrays
     chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
     if all_logits and any(isinstance(part, Packed) for part in chunks):
