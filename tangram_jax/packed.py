@@ -21,7 +21,7 @@ from tangram_jax.chunk_scores import Gaussians
 from tangram_jax.plan import CachePlan
 from tangram_jax.rings import RingChunks, row_rings
 from tangram_jax.scorers import Scorer
-from tangram_jax.step_layers import Chunk, ChunkLayers, Layers
+from tangram_jax.step_layers import Chunk, ChunkLayers, Decode, Layers
 
 
 class Packed(NamedTuple):
@@ -35,15 +35,41 @@ class Packed(NamedTuple):
     counts: Any  # i32[S]: tokens of each, at least 1, of an empty chunk 0
 
     @classmethod
-    def of(cls, rows: Sequence[int] | np.ndarray, texts: Sequence[np.ndarray], slots: int) -> "Packed":
-        """The next tokens i32[:] of each row, in T = `slots`. Raises ValueError where they do not fit."""
-        counts = np.array([len(text) for text in texts], np.int32)
-        tokens = np.zeros(slots, np.result_type(np.int32, *texts))  # what is not whole `step` refuses
-        for start, text in zip(starts_of(counts).tolist(), texts, strict=True):
+    def of(
+        cls, rows: Sequence[int] | np.ndarray, texts: Sequence[Sequence[int] | np.ndarray], slots: int
+    ) -> "Packed":
+        """The next tokens i32[:] of each row, in T = `slots`.
+
+        Raises ValueError where they do not fit, and on no rows or texts of others.
+        """
+        if not len(rows) or len(rows) != len(texts):
+            raise ValueError(
+                f"{len(rows)} rows and {len(texts)} texts: expected as many of both, and one at least"
+            )
+        arrays = [np.asarray(text if len(text) else np.zeros(0, np.int32)) for text in texts]
+        counts = np.array([len(text) for text in arrays], np.int32)
+        tokens = np.zeros(slots, np.result_type(np.int32, *arrays))  # what is not whole `step` refuses
+        for start, text in zip(starts_of(counts).tolist(), arrays, strict=True):
             if len(text) and start + len(text) > slots:
                 raise ValueError(f"chunks of {counts.tolist()} tokens do not fit into {slots} slots")
             tokens[start : start + len(text)] = text
-        return cls(np.asarray(rows) if len(rows) else np.zeros(0, np.int32), tokens, counts)
+        return cls(np.asarray(rows), tokens, counts)
+
+
+def chunks_of(chunk: Any, decode: Any) -> list[Chunk | Packed]:
+    """The chunks that a step is given. Raises TypeError where these are none, or `decode` is something else."""
+    if not isinstance(decode, Decode | None):
+        raise TypeError(f"a step's decode must be a tj.Decode or None, got {type(decode).__name__}")
+    if chunk is None or isinstance(chunk, Chunk | Packed):
+        return [] if chunk is None else [chunk]
+    several = isinstance(chunk, list | tuple) and not isinstance(chunk, Decode)
+    if several and all(isinstance(part, Chunk | Packed) for part in chunk):
+        return [*chunk]
+    parts = " of " + ", ".join(type(part).__name__ for part in chunk) if several else ""
+    raise TypeError(
+        f"a step's chunk must be a tj.Chunk, a tj.Packed, a list of these, or None, got {type(chunk).__name__}{parts}; "
+        "single tokens are a tj.Decode, given as decode"
+    )
 
 
 def packed_slots(count: Any) -> Any:

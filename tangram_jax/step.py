@@ -6,7 +6,7 @@ the model's matrix products. The pool is only read while the layers run and writ
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,11 @@ from pallas_kernels.layer_products import Tuning
 from tangram_jax import cuda_graphs
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
 from tangram_jax.drafts import DraftLayers
-from tangram_jax.packed import Packed, PackedLayers, Places, starts_of
+from tangram_jax.packed import Packed, PackedLayers, Places, chunks_of, starts_of
 from tangram_jax.plan import CachePlan
 from tangram_jax.row_numbers import whole
 from tangram_jax.scorers import Scorer
-from tangram_jax.step_layers import Chunk, ChunkLayers, DecodeLayers
-
-
-class Decode(NamedTuple):
-    """One new token for each of several rows, or that and drafts of those after it, to be verified at once."""
-
-    rows: Any  # i32[B]; a number of no row is an empty slot
-    tokens: Any  # i32[B], or of S tokens each i32[B, S]
-    counts: Any = None  # i32[B]: how many of a row's S tokens, or of its one, are there; None: all
+from tangram_jax.step_layers import Chunk, ChunkLayers, Decode, DecodeLayers
 
 
 def step(
@@ -57,14 +49,14 @@ def step(
     reserved, for at most the cache's `max_tokens` and `max_tail`: a row without them is left out, as an empty slot is.
 
     Raises ValueError on nothing to run, on arrays of other shapes, on a cache of another plan, parameters of or a plan for
-    another model, `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary and rows that are there twice; TypeError on what is no
-    scorer, and on tokens, rows and counts that are no whole numbers.
+    another model, `all_logits` of packed chunks and, outside of jit, tokens beyond the vocabulary and rows that are there
+    twice; TypeError on what is no scorer, chunk or `Decode`, and on tokens, rows and counts that are no whole numbers.
     """
     check_model(plan, config)
     check_plan(plan, cache)
     check_params(params, config)
     cache = jax.tree.map(jnp.asarray, cache)  # one that was stored may be of NumPy's arrays
-    chunks: list[Chunk | Packed] = [chunk] if isinstance(chunk, Chunk | Packed) else [*(chunk or [])]
+    chunks = chunks_of(chunk, decode)
     if all_logits and any(isinstance(part, Packed) for part in chunks):
         raise ValueError(
             "of packed chunks only the last logits are there: run them apart, as a list of chunks"

@@ -37,6 +37,14 @@ class Chunk(NamedTuple):
     valid: Any  # i32[]: how many are, at least 1
 
 
+class Decode(NamedTuple):
+    """One new token for each of several rows, or that and drafts of those after it, to be verified at once."""
+
+    rows: Any  # i32[B]; a number of no row is an empty slot
+    tokens: Any  # i32[B], or of S tokens each i32[B, S]
+    counts: Any = None  # i32[B]: how many of a row's S tokens, or of its one, are there; None: all
+
+
 class Layers:
     """The layers of a model by kind: those whose cache is compressed, and those with a sliding window."""
 

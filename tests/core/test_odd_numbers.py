@@ -89,4 +89,3 @@ def test_numbers_of_64_bits_are_not_cut_before_they_are_looked_at():
     packed = [tj.Packed.of([1], [np.array([3, 4])], 16)]
     with pytest.raises(ValueError, match="of packed chunks only the last logits"):
         tj.step(PARAMS, CONFIG, plan, SNAPKV, kept, packed, None, all_logits=True)
-    assert tj.Packed.of([], [], 16).rows.dtype == np.int32
