@@ -16,11 +16,13 @@ from jaxtyping import Array, Float, Int
 from models.attention import dense_attend
 from models.config import ModelConfig
 from models.logits import AttentionLogits
+from models.params import check_params
 from models.rope import rope_frequencies
 from models.sinks import with_sinks
 from models.transformer import forward
-from tangram_jax.chunk_scores import scores_of
+from tangram_jax.chunk_scores import check_scorer, scores_of
 from tangram_jax.plan import PPM, kept_entries
+from tangram_jax.row_numbers import whole
 from tangram_jax.scorers import ScoreInputs, Scorer
 
 QUERY_BLOCK = 256  # queries at a time, which bounds the logits at f32[N, 256, n]
@@ -57,8 +59,9 @@ def calibrate_ratios(
       window: default `aside(scorer)`: 32, or the scorer's own window of queries where that is wider.
 
     Raises:
-      ValueError: if the sample is too short, retention is not in (0, 1], or, outside of jit, a token is beyond the
-        vocabulary.
+      ValueError: if the sample is too short or several, retention is not in (0, 1], the parameters are of another model,
+        or, outside of jit, a token is beyond the vocabulary.
+      TypeError: on what is no scorer, and on tokens that are no whole numbers.
     """
     shares = calibrate_shares(params, config, tokens, scorer, (retention,), sinks=sinks, window=window)
     return shares[0]
@@ -75,6 +78,13 @@ def calibrate_shares(
     window: int | None = None,
 ) -> Float[Array, "R L K"]:
     """`calibrate_ratios` at several retentions in one pass through the model, f32[R, L, K]."""
+    check_params(params, config)
+    check_scorer(scorer)
+    tokens = whole("tokens", tokens)
+    if tokens.ndim != 1:
+        raise ValueError(
+            f"tokens {[*tokens.shape]} of a sample: expected [n], so run samples of a batch one by one"
+        )
     window = aside(scorer) if window is None else window
     if sinks < 0 or window < 0:
         raise ValueError(f"sinks and window are numbers of tokens, found {sinks} and {window}")

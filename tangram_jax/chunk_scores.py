@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,12 @@ from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import GaussianScorer, ScoreInputs, Scorer, WindowScorer
 
 log = logging.getLogger("tangram")
+
+
+def check_scorer(scorer: Any) -> None:
+    """Raises TypeError on what is no scorer: the name of one, or a class."""
+    if isinstance(scorer, type) or not hasattr(scorer, "score"):
+        raise TypeError(f"{scorer!r} is no scorer: write one as tangram_jax.get_scorer gives it")
 
 
 def scores_of(scorer: Scorer, x: ScoreInputs) -> Float[Array, "K C"]:

@@ -22,6 +22,7 @@ from pallas_kernels.decode_layer import Heads, Made
 from pallas_kernels.layer_products import Tuning
 from tangram_jax import cuda_graphs
 from tangram_jax.cache import Cache, check_model, check_plan, with_pages
+from tangram_jax.chunk_scores import check_scorer
 from tangram_jax.drafts import DraftLayers
 from tangram_jax.packed import Packed, PackedLayers, Places, chunks_of, starts_of
 from tangram_jax.plan import CachePlan
@@ -61,8 +62,8 @@ def step(
         raise ValueError(
             "of packed chunks only the last logits are there: run them apart, as a list of chunks"
         )
-    if chunks and (isinstance(scorer, type) or not hasattr(scorer, "score")):
-        raise TypeError(f"{scorer!r} is no scorer: write one as tangram_jax.get_scorer gives it")
+    if chunks:
+        check_scorer(scorer)
     chunks = [_placed(part, plan, cache) for part in chunks]
     empty = 0  # tokens of empty slots
     if decode:

@@ -13,7 +13,7 @@ from models.attention import dense_attend
 from models.logits import AttentionLogits
 from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from models.transformer import forward
-from tangram_jax.scorers import get_scorer
+from tangram_jax.scorers import SnapKV, get_scorer
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG, 1)
@@ -177,3 +177,30 @@ def test_layers_with_a_window_are_not_measured():
         best = np.argsort(-flat, kind="stable")[: int(np.ceil(0.3 * flat.size))]
         want = np.bincount(best % 4, minlength=4) / (80 - 36)
         np.testing.assert_allclose(share, want, atol=0.03)
+
+
+def test_a_list_of_tokens_is_a_sample():
+    sample = tokens(60)
+    shares = calibrate_ratios(PARAMS, CONFIG, sample.tolist(), get_scorer("snapkv"), 0.5)
+    np.testing.assert_array_equal(shares, calibrate_ratios(PARAMS, CONFIG, sample, get_scorer("snapkv"), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        (
+            {"tokens": np.full((2, 60), 9)},
+            ValueError,
+            r"tokens \[2, 60\] of a sample: expected \[n\], so run",
+        ),
+        ({"tokens": np.full(60, 9.5)}, TypeError, "tokens are whole numbers, got float"),
+        ({"scorer": "snapkv"}, TypeError, r"'snapkv' is no scorer: write one as tangram_jax\.get_scorer"),
+        ({"scorer": SnapKV}, TypeError, r"SnapKV'> is no scorer: write one as tangram_jax\.get_scorer"),
+        ({"config": tiny_config(num_layers=2)}, ValueError, "not those of model tiny: 4 layers, expected 2"),
+    ],
+    ids=["batch", "fractions", "name", "class", "model"],
+)
+def test_what_is_no_sample_scorer_or_model(wrong, kind, message):
+    given = {"config": CONFIG, "tokens": tokens(60), "scorer": get_scorer("snapkv"), "retention": 0.5}
+    with pytest.raises(kind, match=message):
+        calibrate_ratios(PARAMS, **given | wrong)
