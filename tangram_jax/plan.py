@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +17,7 @@ from pallas_kernels import byte_pages
 from tangram_jax.grouping import CLUSTERS, Cluster, clusters, heads_per_page_for, largest
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import Rings, SlidingLayers
+from tangram_jax.row_numbers import check_whole
 
 Division = Literal["equal", "split_map", "uniform"]
 DIVISIONS: tuple[Division, ...] = ("equal", "split_map", "uniform")
@@ -160,11 +162,10 @@ class CachePlan:
         """
         if retention is None:
             return self.group_ppm
+        if not self.max_retention:
+            raise ValueError("rows have no retention of their own: build the plan with max_retention=")
         if not 0.0 < retention <= self.max_retention:
-            raise ValueError(
-                f"a retention of {retention} is out of range: "
-                + (f"at most {self.max_retention}" if self.max_retention else "rows have none of their own")
-            )
+            raise ValueError(f"a retention of {retention} is out of range: at most {self.max_retention}")
         budgets = np.minimum(self._budgets_at(retention), self.most_ppm)
         return self.group_ppm if np.array_equal(budgets, self.group_ppm) else budgets
 
@@ -193,16 +194,18 @@ class CachePlan:
         """Entries of each group after `tokens` prompt tokens: int32[..., M] for tokens int32[...].
 
         `budgets` int32[..., M]: those of the rows in question (`budgets_at`, `Cache.budgets`), by default the plan's.
-        A pure function of the count: an int or NumPy array gives NumPy, a JAX array (traced or not) gives JAX.
+        A pure function of the count: a JAX array (traced or not) gives JAX, an int, a list or NumPy array gives NumPy.
+        Raises TypeError on counts that are no whole numbers, ValueError on those out of range that are not JAX's.
         """
         ppm = self.group_ppm if budgets is None else budgets
-        if isinstance(tokens, int | np.integer | np.ndarray):
-            n = np.asarray(tokens)
-            if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
-                raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
-            entries = n[..., None].astype(np.int64)
-            return kept_entries(ppm.astype(np.int64), entries, self.min_entries).astype(np.int32)
-        return kept_entries(ppm, tokens[..., None], self.min_entries)
+        n = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        check_whole("tokens", n)
+        if isinstance(n, jax.Array):
+            return kept_entries(ppm, n[..., None], self.min_entries)
+        if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
+            raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
+        entries = n[..., None].astype(np.int64)
+        return kept_entries(ppm.astype(np.int64), entries, self.min_entries).astype(np.int32)
 
     def locked(self, tokens: Any, budgets: Any = None) -> Any:
         """Entries of each group that are never decided on again: int32[..., M]; the rest is the trailing window."""

@@ -19,11 +19,16 @@ def whole(name: str, numbers: Any) -> jax.Array:
     ):
         numbers = np.clip(numbers, -(2**31), 2**31 - 1).astype(np.int32)
     numbers = jnp.asarray(numbers)
+    check_whole(name, numbers)
+    return numbers.astype(jnp.int32)
+
+
+def check_whole(name: str, numbers: np.ndarray | jax.Array) -> None:
+    """Raises TypeError where the array's numbers are not whole."""
     if numbers.dtype == bool:
         raise TypeError(f"{name} are numbers, got a mask: write np.flatnonzero(mask)")
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name} are whole numbers, got {numbers.dtype}: write an array of int32")
-    return numbers.astype(jnp.int32)
 
 
 def known_rows(rows: Any, num_rows: int) -> jax.Array:

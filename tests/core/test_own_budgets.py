@@ -65,7 +65,8 @@ def test_full_kv_by_default_and_less_on_demand_by_the_calibrated_heads():
 def test_out_of_range(retention):
     with pytest.raises(ValueError, match=r"out of range: at most 0\.5"):
         build(PROFILE, max_retention=0.5).budgets_at(retention)
-    with pytest.raises(ValueError, match="rows have none of their own"):
+    message = "rows have no retention of their own: build the plan with max_retention="
+    with pytest.raises(ValueError, match=message):
         build(PROFILE).budgets_at(retention)
 
 

@@ -58,6 +58,19 @@ def test_lengths_are_the_same_on_host_and_device():
     assert on_device.dtype == jnp.int32
     np.testing.assert_array_equal(on_device, plan.lengths(tokens))
     assert plan.lengths(7).dtype == np.int32
+    np.testing.assert_array_equal(plan.lengths(tokens.tolist()), plan.lengths(tokens))
+    assert plan.entries([7, 64]) == plan.entries(7) + plan.entries(64)
+
+
+@pytest.mark.parametrize("tokens", [3.0, np.float32(3), [1.5, 2], jnp.ones(2), True, "3", None])
+def test_tokens_that_cannot_be_counted(tokens):
+    """Of fractions of a token there were fractions of entries."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 0.5))
+    for count in (plan.lengths, plan.locked, plan.pages, plan.shared_pages, plan.entries):
+        with pytest.raises(TypeError, match=r"tokens are (whole )?numbers, got "):
+            count(tokens)
+    with pytest.raises(TypeError, match="tokens are whole numbers, got float32: write an array of int32"):
+        jax.jit(plan.lengths)(3.0)
 
 
 def test_worked_example_of_clustering():
