@@ -87,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
         "--heads-per-page",
         type=int,
         default=argparse.SUPPRESS,
-        help="for the report and pictures of head groups (default: what `python -m serve` takes for the model)",
+        help="for the report and pictures of head groups (default: 4, 2 or 1, the most that divides the model's KV heads; "
+        "`python -m serve` takes fewer where groups of so many would hold much more than their heads' budgets)",
     )
     out.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write (.npz)")
     out.add_argument("--plots", type=Path, metavar="DIR", help="write pictures here")

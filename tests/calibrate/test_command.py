@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import calibrate
-from calibrate.__main__ import main
+from calibrate.__main__ import main, parser
 from calibrate.plots import write_pictures
 from calibrate.run import calibrate as run_samples
 from calibrate.run import reached_retention
 from models import registry
 from models.registry import DEFAULT_MODEL, LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
+from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.profile import BudgetProfile
 
 
@@ -104,6 +105,17 @@ def test_bad_options_are_one_clear_error(tmp_path, capsys):
     for model, part in (("no such model", "unknown model"), ("~no-such-user/x", "Write the path without ~")):
         assert main(["--model", model, "--out", str(tmp_path / "x.npz")]) == 2
         assert part in " ".join(capsys.readouterr().err.split())
+
+
+def test_heads_per_page_by_default(tiny_model, tmp_path, capsys):
+    """Groups of one head would say nothing of groups; the server takes these where budgets differ much."""
+    text = " ".join(parser().format_help().split())
+    assert "(default: 4, 2 or 1, the most that divides the model's KV heads;" in text
+    assert "default: what `python -m serve`" not in text
+    options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--out", str(tmp_path / "x.npz")]) == 0
+    assert "layer, Hp 4" in capsys.readouterr().out
+    assert heads_per_page_for(BudgetProfile.load(tmp_path / "x.npz")) == 1
 
 
 def test_samples_longer_than_the_model(tiny_model, tmp_path, capsys):
