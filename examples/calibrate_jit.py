@@ -19,6 +19,7 @@ import numpy as np
 
 import tangram_jax as tj
 from calibrate import calibrate_ratios
+from calibrate.measure import SINKS, aside
 from calibrate.samples import calibration_samples
 from models.registry import LoadedModel, load_model
 from models.testing import random_params, tiny_config, tiny_tokenizer
@@ -31,8 +32,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--retention", type=float, default=0.5)
     arguments = parser.parse_args()
-    if min(arguments.samples, arguments.tokens) < 1 or not 0 < arguments.retention <= 1:
-        parser.error("--samples and --tokens must be at least 1, and --retention above 0 and at most 1")
+    if arguments.samples < 1 or not 0 < arguments.retention <= 1:
+        parser.error("--samples must be at least 1, and --retention above 0 and at most 1")
+    scorer = tj.get_scorer("snapkv")
+    least = SINKS + aside(scorer) + 1
+    if arguments.tokens < least:
+        parser.error(
+            f"--tokens must be at least {least}: the first {SINKS} and last {least - SINKS - 1} are not ranked"
+        )
 
     if arguments.model:
         model = load_model(arguments.model)
@@ -43,9 +50,7 @@ def main() -> None:
     samples = calibration_samples(model.tokenizer, arguments.samples, arguments.tokens)
     tokens = jnp.asarray(np.stack([sample.tokens for sample in samples]))  # i32[samples, n]
 
-    one = partial(
-        calibrate_ratios, config=model.config, scorer=tj.get_scorer("snapkv"), retention=arguments.retention
-    )
+    one = partial(calibrate_ratios, config=model.config, scorer=scorer, retention=arguments.retention)
 
     @jax.jit
     def ratios_of(params: dict, tokens: jax.Array) -> jax.Array:
