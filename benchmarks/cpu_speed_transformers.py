@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 CACHES = ("dynamic", "static")
 
 
 class Transformers:
-    """Greedy decoding of the first B prompts."""
+    """Greedy decoding of the first B prompts, which is to be run in inference mode."""
 
     def __init__(self, directory: Path, steps: int, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
         torch.set_num_threads(threads)
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa"
@@ -42,9 +42,11 @@ class Transformers:
             self.faster[batch] = min(CACHES, key=lambda kind: seconds[kind])
         return self.faster[batch]
 
-    @torch.inference_mode()
     def run(self, batch: int, kind: str) -> tuple[float, float, list[list[int]]]:
         """(seconds of prefill, seconds of decode, tokens)."""
+        import torch
+        from transformers import DynamicCache, StaticCache
+
         config = self.model.config
         length = self.prompts.shape[1] + self.steps
         cache = (
@@ -73,15 +75,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
+    import torch  # after the options are known to be good
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     system = Transformers(arguments.directory, arguments.steps, arguments.threads)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"versions": versions}), flush=True)
-    for line in sys.stdin:
-        batch = json.loads(line)["batch"]
-        kind = system.choose_cache(batch)
-        prefill, decode, tokens = system.run(batch, kind)
-        print(json.dumps({"prefill": prefill, "decode": decode, "tokens": tokens, "cache": kind}), flush=True)
+    with torch.inference_mode():
+        for line in sys.stdin:
+            batch = json.loads(line)["batch"]
+            kind = system.choose_cache(batch)
+            prefill, decode, tokens = system.run(batch, kind)
+            answer = {"prefill": prefill, "decode": decode, "tokens": tokens, "cache": kind}
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

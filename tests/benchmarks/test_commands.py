@@ -1,6 +1,8 @@
 """Benchmarks that README calls without arguments take none."""
 
+import importlib
 import json
+import sys
 
 import pytest
 
@@ -51,6 +53,18 @@ def test_measuring_kernels_needs_a_gpu(module, monkeypatch):
     monkeypatch.setattr("sys.argv", [module.__name__])
     with pytest.raises(SystemExit, match="kernels of an NVIDIA GPU, and JAX finds only cpu"):
         module.main()
+
+
+def test_help_of_the_peer_that_is_not_installed(monkeypatch, capsys):
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("sys.argv", ["cpu_speed_transformers", "--help"])
+    monkeypatch.delitem(sys.modules, "benchmarks.cpu_speed_transformers", raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module("benchmarks.cpu_speed_transformers").main()
+    assert "--directory DIRECTORY --steps STEPS --threads THREADS" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 class Inputs:
