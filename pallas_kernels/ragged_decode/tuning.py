@@ -37,8 +37,8 @@ class Tuning:
         return max(1, self.merge_unroll * 8 // queries)
 
     def slices(self, elements: int) -> int:
-        """Of an output of `elements`: each has one for a thread at least."""
-        return min(self.merge_slices, elements // 128)
+        """Of an output of `elements`: each has as many for every thread of a warpgroup, one at least."""
+        return max(n for n in (1, 2, 4, 8) if n <= self.merge_slices and elements % (128 * n) == 0)
 
     def num_slots(self, tile: int) -> int:
         """Tiles of so many bytes in flight: more or fewer where they are not of `tile_bytes`."""

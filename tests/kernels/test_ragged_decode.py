@@ -385,3 +385,13 @@ def test_lowers_for_a_gpu(head_dim, group, page_size, options):
 
     traced = jax.jit(run).trace(case.q, case.pool, plan_of(case), case.options.get("sinks"))
     assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_three_tokens_of_eight_heads_of_64_lower(packed):
+    """24 x 64 numbers are no multiple of eight slices: it was refused while it was traced."""
+    case = make_case([[3000, 129]], head_dim=64, group=8, tokens=3, packed=packed)
+    plan = plan_of(case, num_shares=132)
+    run = jax.jit(lambda q, pool: ragged_decode_mosaic_gpu(q, pool, plan, scale=0.1, **case.options))
+    lowered = run.trace(case.q, case.pool).lower(lowering_platforms=("cuda",))
+    assert "kernel_hash" in lowered.as_text()
