@@ -148,8 +148,10 @@ def _mixture_tuning(
 
 def token_slots(tokens: int, fp8: bool = False) -> int:
     """As many as there is room for: the latency of their loads is what a product begins with."""
-    room = (4 if tokens <= TOKENS else 10) * TOKENS
-    steps = min(room // (-(-tokens // MULTIPLE) * MULTIPLE), MOST_TOKEN_SLOTS)
+    room, rows = (4 if tokens <= TOKENS else 10) * TOKENS, -(-tokens // MULTIPLE) * MULTIPLE
+    if tokens > TOKENS:  # what matrix instructions read on behind the last slot
+        room -= -(-tokens // TOKENS) * TOKENS - rows
+    steps = min(room // rows, MOST_TOKEN_SLOTS)
     return steps // 2 if fp8 else steps
 
 

@@ -292,3 +292,27 @@ def random_norms(params):
         return array * jax.random.uniform(next(keys), array.shape, minval=0.5, maxval=1.5) if norm else array
 
     return jax.tree_util.tree_map_with_path(draw, params)
+
+
+@pytest.mark.parametrize("tokens", [8, 64, 72, 80, 88, 104, 128])
+def test_what_is_tuned_for_fits_into_shared_memory(tokens):
+    """Behind 80, 88 and 104 tokens matrix instructions read on, which had no room."""
+    depth, width, inner, heads = COLUMNS["llama"]
+    shapes = {"out": (depth, width), "norm": (width,), "gate_up": (width, 2 * inner), "down": (inner, width)}
+    shapes |= {
+        "next_norm": (width,),
+        "heads": (width, heads),
+        "attended": (tokens, depth),
+        "x": (tokens, width),
+    }
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    h100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", compute_capability="9.0")
+    tuning = lp.tuning_for(tokens, depth, width, inner, heads, h100)
+
+    def layer(attended, x, counters, **weights):
+        return lp.layer_products(attended, x, lp.LayerWeights(**weights), counters, eps=1e-5, tuning=tuning)
+
+    given["counters"] = jax.eval_shape(lp.counters_of, jax.ShapeDtypeStruct((1,), jnp.int32))
+    with as_on_hopper():
+        traced = jax.jit(layer).trace(**given)
+        assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()
