@@ -24,7 +24,7 @@ WARPGROUP = 128
 def vector_size(elements: int, head_dim: int) -> int:
     """Most 16-bit elements, up to 8 (16 bytes), that each thread of a warpgroup can load at once of `elements`."""
     size = 8
-    while elements % (WARPGROUP * size) or head_dim % size:
+    while size and (elements % (WARPGROUP * size) or head_dim % size):
         size //= 2
     if not size:
         raise NotImplementedError(f"{elements} elements do not divide among {WARPGROUP} threads")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import byte_pages
 
@@ -52,6 +53,7 @@ def check_pages(pool: jax.Array, dtype: Any, *, device: jax.Device | None = None
 
 
 def _check_dtypes(what: str, dtype: Any, pool_dtype: Any) -> None:
+    dtype, pool_dtype = jnp.dtype(dtype), jnp.dtype(pool_dtype)
     if dtype not in ("bfloat16", "float16") or (pool_dtype != dtype and not byte_pages.is_bytes(pool_dtype)):
         raise NotImplementedError(
             f"{what} of {dtype} with a pool of {pool_dtype}: the kernels take bfloat16 or float16 with a pool of the same "

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import support
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan, num_rows, plan_directly, plan_experts
@@ -59,6 +60,7 @@ def check_supported(
 
     Packed weights are of dtype int32 and any shape.
     """
+    dtype, weights_dtype = jnp.dtype(dtype), jnp.dtype(weights_dtype)
     if weights_dtype == "int32":
         if dtype != "bfloat16":
             raise NotImplementedError(f"rows of {dtype} for packed experts: the kernel takes bfloat16")

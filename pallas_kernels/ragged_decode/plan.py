@@ -102,12 +102,15 @@ def plan_decode(
       num_layers: L.
       rows: i32[B] table row of each request; `arange(B)` if None.
       skip: i32[B] entries at the front of every head of a request that are out of sight (a sliding window that begins
-        within a page), less than a page and at most the lengths.
-      num_shares: equal shares to make; by default one per SM, or fewer that hold LEAST_SHARE entries.
+        within a page), less than a page and at most the lengths. Of a head that has no others, no sinks and no new tokens
+        anything comes out.
+      num_shares: equal shares to make; by default one per SM, or fewer that hold LEAST_SHARE entries. A layer's units times
+        shares must fit in 31 bits, as they do unless rows of more than 2^29 entries in all share pages.
       splits: instead of equal shares, parts of every item: one number, or one per head (i32[H], static; a split map).
       borders: instead of both, i32[L, W + 1] borders in units, nondecreasing from 0 to each layer's total, of a line by
         request and head; shares that hold nothing must not lie between the pieces of one item.
-      unit: entries to which borders are rounded; a multiple of `page_size`.
+      unit: entries to which borders are rounded; a multiple of `page_size`. The kernel takes the default; larger ones only
+        where they are what a step of it holds.
     """
     unit = default_unit(page_size) if unit is None else unit
     if unit % page_size:

@@ -282,9 +282,10 @@ def test_what_is_not_supported():
         NotImplementedError, match="rows of float16 for packed experts: the kernel takes bfloat16"
     ):
         ep.check_supported("float16", "int32", (4, 2, 1, 1, 17, 32))
-    for weights in (("bfloat16", (4, 64, 2, 64)), ("int32", (4, 2, 1, 1, 17, 32))):
-        with pytest.raises(NotImplementedError, match="platform cpu"):
-            ep.check_supported("bfloat16", *weights)
+    for weights in (("bfloat16", (4, 64, 2, 64)), (jnp.int32, (4, 2, 1, 1, 17, 32))):
+        for dtype in ("bfloat16", jnp.bfloat16):
+            with pytest.raises(NotImplementedError, match="platform cpu"):
+                ep.check_supported(dtype, *weights)
 
 
 def test_a_plan_for_other_blocks_is_refused():
