@@ -54,9 +54,8 @@ def keep_compiled(directory: Path) -> None:
             "Compiled programs cannot be kept, so that every start compiles those that are not there: %s cannot be written",
             directory,
         )
-        warnings.filterwarnings(
-            "ignore", "Error writing persistent compilation cache entry"
-        )  # JAX's, of each
+        # JAX's, of each program.
+        warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
