@@ -29,9 +29,8 @@ class Head:
     def __init__(self) -> None:
         self._over = False
         self._begun = b""  # of a line that may become an offer
-        self._passes: bool | None = (
-            True  # what there is of a line; None: not known yet. The first line is the request's
-        )
+        # What there is of a line; None: not known yet. The first line is the request's own.
+        self._passes: bool | None = True
 
     def passed(self, data: bytes) -> bytes:
         """Of the next bytes what the parser may have now; all that is behind the head."""
