@@ -283,7 +283,7 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group, but nothing that it holds.
 
-    Raises ValueError, as the functions below do, for several rows.
+    Raises ValueError, as `release` and `fork` do, for several rows.
     """
     check_plan(plan, cache)
     row = _one_row(cache, row)
