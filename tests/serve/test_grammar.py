@@ -53,9 +53,7 @@ def sentencepiece():
         "tokenizer.ggml.eos_token_id": 2,
     }
     config: ModelConfig = tiny_config(eos_token_ids=(2,))
-    return read_tokenizer(
-        lambda key, default=None: fields.get(key, default), "tiny.gguf", config, {"bos": 1, "eos": 2}
-    )
+    return read_tokenizer(fields.get, "tiny.gguf", config, {"bos": 1, "eos": 2})
 
 
 def lark(kind, value) -> str:
