@@ -25,6 +25,7 @@ def left_operand(
     registers_of: Callable[[Any, Any], Iterator[tuple[int, int, Any]]],
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     depth: int = TILE,
+    by_warp: bool = False,
 ) -> Any:
     """A packed tile, or several along the depth, as a matrix instruction's left operand [columns, depth].
 
@@ -36,13 +37,16 @@ def left_operand(
       registers_of: of a pointer to the words and a thread's number (0 to 127), what that thread holds: (which 8 of the
         depth, half of its warp's columns, two bfloat16s side by side along the depth), or (which 16, half, four e4m3).
       dtype: bfloat16 or float8_e4m3fn.
+      by_warp: for `add_product`, of bfloat16.
     """
     if spare is not None:
         spare[...] = unpack(tile[...]).T.astype(spare.dtype)
         plgpu.commit_smem()
         return spare
     dtype = jnp.dtype(dtype)
-    layout = plgpu.Layout.WGMMA if dtype.itemsize > 1 else plgpu.Layout.WGMMA_8BIT
+    layout: Any = plgpu.Layout.WGMMA if dtype.itemsize > 1 else plgpu.Layout.WGMMA_8BIT
+    if by_warp:
+        layout = plgpu.Layout.MMA_LHS(dtype)
     result = plgpu.ShapeDtypeStruct((TILE, depth), dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -53,10 +57,31 @@ def left_operand(
         in_mgpu = layout.to_mgpu()
         registers = np.empty(in_mgpu.registers_shape((TILE, depth)), object)
         for part, half, values in registers_of(pointer, thread):
-            registers[0, part, 0, 0, half, 0, 0, 0, 0] = values
+            place = (part // 2, 0, part % 2) if by_warp else (part, 0, 0)
+            registers[0, *place, half, 0, 0, 0, 0] = values
         return mgpu.FragmentedArray(_registers=registers, _layout=in_mgpu, _is_signed=None)
 
     return run(tile)
+
+
+def right_operand(rows: Any, *, interpreted: bool) -> jax.Array:
+    """bf16[rows, depth] in shared memory as what `add_product` multiplies with."""
+    if interpreted:
+        return rows[...].T
+    return plgpu.load(rows.transpose((1, 0)), layout=plgpu.Layout.MMA_RHS(jnp.bfloat16))
+
+
+def no_sums(shape: tuple[int, int], *, interpreted: bool) -> jax.Array:
+    """Zeros f32[columns, rows] for `add_product`."""
+    zeros = jnp.zeros(shape, jnp.float32)
+    return zeros if interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+def add_product(sums: jax.Array, left: Any, right: jax.Array, *, interpreted: bool) -> jax.Array:
+    """f32[columns, rows], of operands in registers, by matrix instructions of each warp, which are done at once."""
+    if interpreted:
+        return sums + jnp.dot(left[...], right, preferred_element_type=jnp.float32)
+    return plgpu.mma(sums, left, right)
 
 
 def constant(value: int) -> Any:

@@ -18,7 +18,7 @@ class Format:
     """`unpack` makes of tiles i32[n, *tile] a matrix instruction's left operand in registers: see `left_operand`."""
 
     tile: tuple[int, int]  # of 32-bit words
-    unpack: Callable[[jax.Ref, jax.Ref | None], Any]
+    unpack: Callable[..., Any]
     most: int = 1  # tiles along the depth of one operand
 
     @property
@@ -27,8 +27,8 @@ class Format:
         return self.tile[0] * self.tile[1] * 4
 
 
-def _unpack_mxfp4(tiles: jax.Ref, spare: jax.Ref | None) -> Any:
-    return left_operand(tiles, spare, lambda words: mxfp4.unpack(words[None]), _pairs)
+def _unpack_mxfp4(tiles: jax.Ref, spare: jax.Ref | None, *, by_warp: bool = False) -> Any:
+    return left_operand(tiles, spare, lambda words: mxfp4.unpack(words[None]), _pairs, by_warp=by_warp)
 
 
 def _pairs(pointer: Any, thread: Any) -> Iterator[tuple[int, int, Any]]:

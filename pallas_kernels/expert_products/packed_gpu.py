@@ -2,10 +2,10 @@
 
 As `mosaic_gpu`, but turned round: a warpgroup takes 64 columns of the weights, which it makes bfloat16 in registers, as the
 left operand, and the rows of a block as the right one. So a block may have as few as 8 rows, and nothing of what is
-unpacked goes through shared memory. Rows in FP8 meet the codes of weights in FP8 themselves.
+unpacked goes through shared memory. Rows in FP8 meet the codes of weights in FP8 themselves. A warpgroup's matrix
+instruction takes as long for 8 rows as for 16, and unpacking waits meanwhile: of few rows each warp has its own.
 
-Each computing warpgroup has columns of its own; they share the rows. Or they have the same columns and take turns at the
-steps along the depth, each with loads of its own, their sums added up at the end.
+Each computing warpgroup has columns of its own; they share the rows.
 """
 
 import dataclasses
@@ -24,11 +24,12 @@ from pallas_kernels.expert_products.mosaic_gpu import finish
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
-from pallas_kernels.left_operand import TILE, store_transposed
+from pallas_kernels.left_operand import TILE, add_product, no_sums, right_operand, store_transposed
 from pallas_kernels.read_once import load_once
 
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 i32, f32 = jnp.int32, jnp.float32
+FEW = 16  # rows of a block up to which a warp's matrix instructions are faster than a warpgroup's
 OVERLAPPED = 64  # rows of a block from which on the tensor cores count, not the memory
 LOADING = 40  # registers of the loading warpgroup, where the others need many
 
@@ -44,10 +45,9 @@ class _Config:
     limit: float | None
     of_tokens: bool  # tokens are multiplied, not rows
     rows: int  # of a block
-    warpgroups: int  # computing ones with columns of their own
-    split: int  # or, if two, computing ones that take turns along the depth
+    warpgroups: int  # computing ones
     deep_step: int  # tiles along the depth that one step loads
-    stages: int  # steps under way, of each in turn
+    stages: int  # steps under way
     num_ctas: int
     once: bool  # most weights are read once
     interpreted: bool
@@ -67,13 +67,14 @@ class _Config:
         return self.format.most if self.deep_step % self.format.most == 0 else 1
 
     @property
+    def by_warp(self) -> bool:
+        """Whether each warp multiplies with instructions of its own, which of few rows keep nothing waiting."""
+        return self.rows <= FEW and not self.narrow
+
+    @property
     def overlapped(self) -> bool:
         """Whether a step is unpacked while the products of the one before go on, which then holds its memory for longer."""
-        return self.rows >= OVERLAPPED and self.split == 1
-
-    def steps_of(self, turn: Any) -> Any:
-        """Steps of a tile that are a warpgroup's turn: those with this remainder."""
-        return lax.div(i32(self.steps + self.split - 1) - turn, i32(self.split))
+        return self.rows >= OVERLAPPED
 
 
 class _Tile:
@@ -132,7 +133,7 @@ def _call(
     wgs, deep_step, stages = tuning.shape(across, deep, parts, form.bytes, x.dtype.itemsize)
     cfg = _Config(
         format=form, scaled=scales is not None, narrow=of_rows is not None, of_tokens=blocks.of_tokens(x.shape[0]),
-        deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs, split=tuning.split,
+        deep=deep, across=across, parts=parts, limit=limit, rows=tuning.rows, warpgroups=wgs,
         deep_step=deep_step, stages=stages, num_ctas=tuning.ctas(wgs), once=tuning.once,
         interpreted=interpret is not None,
     )  # fmt: skip
@@ -148,7 +149,7 @@ def _call(
         out_type=jax.ShapeDtypeStruct((blocks.products(x.shape[0]), across * TILE), dtype),
         grid=(cfg.num_ctas,),
         grid_names=("cta",),
-        num_threads=wgs * tuning.split + 1,
+        num_threads=wgs + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
@@ -158,12 +159,9 @@ def _call(
 
 
 def _kernel(cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, factors: list[Any], out: Any) -> None:
-    wgs, split, deep_step = cfg.warpgroups, cfg.split, cfg.deep_step
-    slots, computing = cfg.stages * split, wgs * split
+    wgs, deep_step, slots = cfg.warpgroups, cfg.deep_step, cfg.stages
 
-    def body(
-        x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, meet: Any, sums_s: Any, *spare: Any
-    ) -> None:
+    def body(x_s: Any, w_s: Any, out_s: Any, full: Any, free: Any, *spare: Any) -> None:
         wg = lax.axis_index("wg")
         total = blocks.total() * cfg.tiles
         rounds = lax.div(
@@ -171,19 +169,18 @@ def _kernel(cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, factors: 
         )
 
         # A block of many rows has its sums in more registers than each warpgroup gets by default.
-        uneven = cfg.rows > 64 and computing > 1
-        by_default = 512 // (computing + 1) // 8 * 8
+        uneven = cfg.rows > 64 and wgs > 1
+        by_default = 512 // (wgs + 1) // 8 * 8
 
-        @pl.when(wg < computing)
+        @pl.when(wg < wgs)
         def _compute_all() -> None:
             if uneven:
-                own = (by_default * (computing + 1) - LOADING) // computing // 8 * 8
+                own = (by_default * (wgs + 1) - LOADING) // wgs // 8 * 8
                 plgpu.set_max_registers(own, action="increase")
             unpacked = spare[0].at[wg] if spare else None
-            shared = (x_s, w_s, out_s, unpacked, full, free, meet, sums_s)
-            _compute(cfg, wg, rounds, blocks, factors, out, *shared)
+            _compute(cfg, wg, rounds, blocks, factors, out, x_s, w_s, out_s, unpacked, full, free)
 
-        @pl.when(wg == computing)
+        @pl.when(wg == wgs)
         def _load_all() -> None:
             if uneven:
                 plgpu.set_max_registers(LOADING, action="decrease")
@@ -200,9 +197,7 @@ def _kernel(cfg: _Config, dtype: Any, blocks: Any, x: Any, codes: Any, factors: 
         plgpu.SMEM((wgs, cfg.rows, TILE), out.dtype, transforms=tiled(TILE)),
         plgpu.Barrier(num_arrivals=1 + wgs * cfg.parts, num_barriers=slots),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=slots),
-        plgpu.Barrier(num_barriers=2) if split > 1 else None,
-        plgpu.SMEM((cfg.parts, TILE, cfg.rows), f32) if split > 1 else None,
-        *([plgpu.SMEM((computing, TILE, row), dtype)] if cfg.interpreted else []),
+        *([plgpu.SMEM((wgs, TILE, row), dtype)] if cfg.interpreted else []),
         collective_axes="wg",
     )
 
@@ -218,9 +213,8 @@ def _load(
         tile = _Tile(cfg, blocks, n)
 
         def one_step(j: Any, nothing: Any) -> None:
-            turn = lax.rem(j, i32(cfg.split))
-            before = n * cfg.steps_of(turn) + lax.div(j, i32(cfg.split))
-            slot = turn * stages + lax.rem(before, i32(stages))
+            before = n * cfg.steps + j
+            slot = lax.rem(before, i32(stages))
 
             @pl.when(before >= stages)
             def _() -> None:
@@ -238,11 +232,8 @@ def _load(
 
     lax.fori_loop(0, rounds, one_tile, None)
     if cfg.interpreted:  # it wants every completion of a barrier to be seen
-        for slot in range(stages * cfg.split):
-            turn, number = divmod(slot, stages)
-            pl.when(rounds * cfg.steps_of(turn) > number)(
-                functools.partial(plgpu.barrier_wait, free.at[slot])
-            )
+        for slot in range(stages):
+            pl.when(rounds * cfg.steps > slot)(functools.partial(plgpu.barrier_wait, free.at[slot]))
 
 
 def _compute(
@@ -258,32 +249,48 @@ def _compute(
     unpacked: Any,  # shared memory of the interpreter's, or None
     full: Any,
     free: Any,
-    meet: Any,
-    sums_s: Any,
 ) -> None:
     """A computing warpgroup."""
     stages, rows = cfg.stages, cfg.rows
-    turn, own = (wg, 0) if cfg.split > 1 else (0, wg)  # along the depth, and in the columns
-    staged = out_s.at[own]
+    staged = out_s.at[wg]
 
     def one_tile(n: Any, nothing: Any) -> None:
         tile = _Tile(cfg, blocks, n)
-        column = tile.column + own
-        done = n * cfg.steps_of(turn)
+        column = tile.column + wg
+        done = n * cfg.steps
         # Loaded before the products, for which they are not waited.
         loaded = _load_factors(cfg, factors, tile, column)
 
-        def products(*accumulators: Any) -> tuple[Any, ...]:
-            def slot_of(j: Any) -> Any:
-                return turn * stages + lax.rem(done + j, i32(stages))
+        def slot_of(j: Any) -> Any:
+            return lax.rem(done + j, i32(stages))
 
+        def products_by_warp() -> tuple[Any, ...]:
+            def one_step(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                slot = slot_of(j)
+                plgpu.barrier_wait(full.at[slot])
+                for i in range(cfg.deep_step):
+                    given = x_s.at[slot, :, pl.ds(i * TILE, TILE)]
+                    given = right_operand(given, interpreted=cfg.interpreted)
+                    after = []
+                    for part, before in enumerate(sums):
+                        packed = w_s.at[slot, wg, part, pl.ds(i, 1)]
+                        left = cfg.format.unpack(packed, unpacked, by_warp=True)
+                        after.append(add_product(before, left, given, interpreted=cfg.interpreted))
+                    sums = tuple(after)
+                plgpu.barrier_arrive(free.at[slot])
+                return sums
+
+            zeros = no_sums((TILE, rows), interpreted=cfg.interpreted)
+            return lax.fori_loop(0, cfg.steps, one_step, (zeros,) * cfg.parts)
+
+        def products(*accumulators: Any) -> tuple[Any, ...]:
             def one_step(j: Any, nothing: Any) -> None:
                 slot = slot_of(j)
                 plgpu.barrier_wait(full.at[slot])
                 for i in range(0, cfg.deep_step, cfg.span):
                     given = x_s.at[slot, :, pl.ds(i * TILE, cfg.span * TILE)].transpose((1, 0))
                     for part, acc in enumerate(accumulators):
-                        packed = w_s.at[slot, own, part, pl.ds(i, cfg.span)]
+                        packed = w_s.at[slot, wg, part, pl.ds(i, cfg.span)]
                         plgpu.wgmma(acc, cfg.format.unpack(packed, unpacked), given)
                         plgpu.wgmma_wait(1)  # registers of one left operand, while the next is unpacked
                         if cfg.overlapped and not i and not part:  # the step before is done only now
@@ -293,7 +300,7 @@ def _compute(
                     plgpu.barrier_arrive(free.at[slot])
 
             if not cfg.overlapped:
-                lax.fori_loop(0, cfg.steps_of(turn), one_step, None)
+                lax.fori_loop(0, cfg.steps, one_step, None)
                 return tuple(acc[...] for acc in accumulators)
 
             # An even number of left operands has registers of its own in each round.
@@ -310,27 +317,9 @@ def _compute(
             plgpu.barrier_arrive(free.at[slot_of(cfg.steps - 1)])
             return tuple(acc[...] for acc in accumulators)
 
-        sums = pl.run_scoped(products, *[plgpu.ACC((TILE, rows), f32)] * cfg.parts)
-        if cfg.split == 1:
-            end(tile, column, loaded, sums)
-            return
-
-        @pl.when(turn > 0)
-        def _hand_over() -> None:
-            for part, value in enumerate(sums):
-                sums_s.at[part][...] = value
-            plgpu.barrier_arrive(meet.at[0])
-            plgpu.barrier_wait(meet.at[1])
-
-        @pl.when(turn == 0)
-        def _take_over() -> None:
-            plgpu.barrier_wait(meet.at[0])
-            others = [
-                plgpu.load(sums_s.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
-                for part in range(cfg.parts)
-            ]
-            plgpu.barrier_arrive(meet.at[1])
-            end(tile, column, loaded, tuple(a + b for a, b in zip(sums, others, strict=True)))
+        accumulators = [plgpu.ACC((TILE, rows), f32)] * cfg.parts
+        sums = products_by_warp() if cfg.by_warp else pl.run_scoped(products, *accumulators)
+        end(tile, column, loaded, sums)
 
     def end(tile: _Tile, column: Any, loaded: list[list[Any]], sums: tuple[Any, ...]) -> None:
         for number, held in enumerate(loaded):

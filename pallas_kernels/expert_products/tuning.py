@@ -79,7 +79,6 @@ class PackedTuning:
     rows: int  # of a block: 8 to 256
     per_sm: int  # computing warpgroups of an SM, 64 columns each
     warpgroups: int = 1  # of these in one CTA, sharing rows, at most; as many as divide the columns
-    split: int = 1  # or 2: of these in one CTA that share the depth of the same columns instead
     deep: int  # tiles along the depth that a step loads, at most; as many as divide the depth
     num_ctas: int | None = None
 
@@ -93,38 +92,36 @@ class PackedTuning:
     ) -> tuple[int, int, int]:
         """For weights of so many tiles, of so many bytes each, and rows of numbers of so many bytes.
 
-        (Warpgroups of a CTA with columns of their own, tiles along the depth of a step, steps under way of each warpgroup
-        that shares the depth.)
+        (Warpgroups of a CTA, tiles along the depth of a step, steps under way.)
         """
         wgs = max(n for n in range(1, self.warpgroups + 1) if across % n == 0)
         step = max(n for n in range(1, self.deep + 1) if deep % n == 0)
         bytes_of_step = step * (wgs * parts * tile_bytes + self.rows * mxfp4.TILE * size)
-        stages = SHARED // self.ctas_per_sm(wgs) // bytes_of_step // self.split
-        return wgs, step, max(2, min(stages, -(-deep // step // self.split) + 1))
+        stages = SHARED // self.ctas_per_sm(wgs) // bytes_of_step
+        return wgs, step, max(2, min(stages, deep // step + 1))
 
     def ctas_per_sm(self, wgs: int) -> int:
-        """CTAs of so many warpgroups with columns of their own."""
-        return max(1, self.per_sm // (wgs * self.split))
+        """CTAs of so many warpgroups."""
+        return max(1, self.per_sm // wgs)
 
     def ctas(self, wgs: int) -> int:
         """CTAs of a call."""
         return num_sms() * self.ctas_per_sm(wgs) if self.num_ctas is None else self.num_ctas
 
 
-# The experts of a token or two leave most CTAs one tile: two warpgroups share it.
-PACKED_ONE = PackedTuning(up_to=0.25, rows=8, per_sm=4, split=2, deep=3)
-PACKED_FEW = PackedTuning(up_to=8, rows=16, per_sm=2, deep=5)
-PACKED_SOME = PackedTuning(up_to=20, rows=32, per_sm=3, warpgroups=3, deep=3)
+PACKED_FEW = PackedTuning(up_to=5, rows=8, per_sm=3, deep=5)
+PACKED_SOME = PackedTuning(up_to=12, rows=16, per_sm=4, deep=5)
+PACKED_MORE = PackedTuning(up_to=20, rows=32, per_sm=3, warpgroups=3, deep=3)
 PACKED_MANY = PackedTuning(up_to=math.inf, rows=64, per_sm=3, warpgroups=3, deep=3)
 PACKED_TUNING = {
-    "9.0": (PACKED_ONE, PACKED_FEW, PACKED_SOME, PACKED_MANY),
+    "9.0": (PACKED_FEW, PACKED_SOME, PACKED_MORE, PACKED_MANY),
 }
-FP8_ONE = PackedTuning(up_to=0.25, rows=8, per_sm=4, split=2, deep=2)
-FP8_FEW = PackedTuning(up_to=8, rows=16, per_sm=3, deep=2)
-FP8_SOME = PackedTuning(up_to=48, rows=64, per_sm=3, warpgroups=3, deep=2)
+FP8_FEW = PackedTuning(up_to=3, rows=8, per_sm=4, deep=4)
+FP8_SOME = PackedTuning(up_to=12, rows=16, per_sm=4, deep=2)
+FP8_MORE = PackedTuning(up_to=48, rows=64, per_sm=3, warpgroups=3, deep=2)
 FP8_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2)
 FP8_TUNING = {
-    "9.0": (FP8_ONE, FP8_FEW, FP8_SOME, FP8_MANY),
+    "9.0": (FP8_FEW, FP8_SOME, FP8_MORE, FP8_MANY),
 }
 LEAST_NARROW = 48  # rows of an expert on average that are worth being made FP8 too
 NARROW_MANY = PackedTuning(up_to=math.inf, rows=128, per_sm=2, warpgroups=2, deep=2)

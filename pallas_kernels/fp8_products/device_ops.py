@@ -14,7 +14,7 @@ from pallas_kernels.fp8_products.tokens import in_words
 from pallas_kernels.left_operand import bfloat16s, constant, e4m3s, four_words, left_operand
 
 
-def unpack(tiles: jax.Ref, spare: jax.Ref | None, *, narrow: bool) -> Any:
+def unpack(tiles: jax.Ref, spare: jax.Ref | None, *, narrow: bool, by_warp: bool = False) -> Any:
     """Packed tiles i32[n, 32, 32] along the depth as a matrix instruction's left operand: see `left_operand`.
 
     bf16, of one tile; if `narrow` f8e4m3fn, the depth in the order of `tokens.in_words`.
@@ -28,7 +28,7 @@ def unpack(tiles: jax.Ref, spare: jax.Ref | None, *, narrow: bool) -> Any:
     if narrow:
         registers = functools.partial(_codes, count)
         return left_operand(tiles, spare, whole, registers, jnp.float8_e4m3fn, count * packing.TILE)
-    return left_operand(tiles, spare, whole, _pairs)
+    return left_operand(tiles, spare, whole, _pairs, by_warp=by_warp)
 
 
 def _pairs(pointer: Any, thread: Any) -> Iterator[tuple[int, int, Any]]:

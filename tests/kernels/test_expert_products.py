@@ -18,11 +18,11 @@ from pallas_kernels.expert_products.tuning import (
     FEW,
     FP8_FEW,
     FP8_MANY,
-    FP8_ONE,
+    FP8_SOME,
     MANY,
     NARROW_MANY,
     PACKED_FEW,
-    PACKED_ONE,
+    PACKED_MORE,
     PACKED_SOME,
 )
 from tests.kernels.expert_cases import make_case, random_rows, relative_error
@@ -121,18 +121,18 @@ def test_reference_of_a_direct_plan(options):
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), {}),
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), {"like_gpt_oss": True}),
         (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
-        (dataclasses.replace(PACKED_ONE, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
+        (dataclasses.replace(PACKED_FEW, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
         pytest.param(
-            dataclasses.replace(PACKED_SOME, num_ctas=2), (40, 2, 3, 128, 128), PACKED, marks=pytest.mark.slow
+            dataclasses.replace(PACKED_MORE, num_ctas=2), (40, 2, 3, 128, 128), PACKED, marks=pytest.mark.slow
         ),
         pytest.param(
-            dataclasses.replace(FP8_FEW, num_ctas=2),
+            dataclasses.replace(FP8_SOME, num_ctas=2),
             (5, 2, 4, 192, 128),
             {"packed": "fp8"},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            dataclasses.replace(FP8_ONE, num_ctas=2),
+            dataclasses.replace(FP8_FEW, num_ctas=2),
             (3, 2, 4, 192, 320),
             PACKED | {"packed": "fp8"},
             marks=pytest.mark.slow,
@@ -150,10 +150,10 @@ def test_reference_of_a_direct_plan(options):
         "two warpgroups",
         "biases and a limit",
         "packed",
-        "packed, depth shared",
+        "packed, steps of a tile",
         "packed, warpgroups",
         "FP8",
-        "FP8, depth shared",
+        "FP8, longer steps",
         "FP8, warpgroups",
         "FP8, many rows",
     ],
@@ -179,11 +179,9 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
             {"busy": 2},
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"rows": 16, "split": 2, "warpgroups": 1}, (20, 2, 3, 320, 128), {}, marks=pytest.mark.slow
-        ),
+        pytest.param({"rows": 16, "warpgroups": 1}, (20, 2, 3, 320, 128), {}, marks=pytest.mark.slow),
     ],
-    ids=["many rows", "biases and a limit", "odd depth", "depth shared"],
+    ids=["many rows", "biases and a limit", "odd depth", "few rows"],
 )
 def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
     tuning = dataclasses.replace(NARROW_MANY, num_ctas=2, **changes)
@@ -216,7 +214,7 @@ def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
 )
 def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
     """Also of tokens between which some are not there, and of experts that several tokens have."""
-    tuning = dataclasses.replace(PACKED_ONE if options else FEW, num_ctas=3)
+    tuning = dataclasses.replace(PACKED_FEW if options else FEW, num_ctas=3)
     case = make_case(len(there), 2, 5, 192, 128, dtype=jnp.float16, **options)
     there = np.array(there)
     absent = case.x.at[np.flatnonzero(~there)].set(np.nan)
@@ -233,7 +231,7 @@ def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
     ("options", "one", "few"),
-    [({}, FEW, FEW), (PACKED, PACKED_ONE, PACKED_FEW), ({"packed": "fp8"}, FP8_ONE, FP8_FEW)],
+    [({}, FEW, FEW), (PACKED, PACKED_FEW, PACKED_SOME), ({"packed": "fp8"}, FP8_FEW, FP8_SOME)],
     ids=["bfloat16", "packed", "FP8"],
 )
 def test_lowers_for_a_gpu(options, one, few, direct):
@@ -295,6 +293,6 @@ def test_a_plan_for_other_blocks_is_refused():
         expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=FEW)
     case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed="mxfp4")
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
-        packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_FEW)
+        packed_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=PACKED_SOME)
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 16"):
-        packed_products_mosaic_gpu(case.x, case.gate_up, ep.plan_directly(case.experts), tuning=PACKED_FEW)
+        packed_products_mosaic_gpu(case.x, case.gate_up, ep.plan_directly(case.experts), tuning=PACKED_SOME)

@@ -12,11 +12,11 @@ from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products.tuning import (
     FEW,
-    FP8_ONE,
+    FP8_FEW,
     FP8_TUNING,
     MANY,
     NARROW_MANY,
-    PACKED_ONE,
+    PACKED_FEW,
     PACKED_TUNING,
 )
 from pallas_kernels.support import record_for
@@ -46,7 +46,7 @@ def test_products(tuning, sizes, options):
     assert relative_error(out, case.expected()) < (2e-3 if case.x.dtype == jnp.float16 else 1.5e-2)
 
 
-@pytest.mark.parametrize("number", range(4), ids=["one", "few", "some", "many"])
+@pytest.mark.parametrize("number", range(4), ids=["few", "some", "more", "many"])
 @pytest.mark.parametrize("packed", ["mxfp4", "fp8"])
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -95,7 +95,7 @@ def test_products_of_rows_in_fp8(changes, sizes, options):
 @pytest.mark.parametrize("sizes", [(8, 16, 512, 256), (4, 32, 2880, 192), (4, 5, 192, 2880)], ids=str)
 def test_products_of_a_direct_plan(sizes, there, options):
     """Of tokens between which some are not there, and of experts that several tokens have."""
-    tuning = {"mxfp4": PACKED_ONE, "fp8": FP8_ONE}.get(options.get("packed"), FEW)
+    tuning = {"mxfp4": PACKED_FEW, "fp8": FP8_FEW}.get(options.get("packed"), FEW)
     case = make_case(len(there), *sizes, dtype=jnp.bfloat16, **options)
     there = np.array(there)
     case = dataclasses.replace(case, x=case.x.at[np.flatnonzero(~there)].set(np.nan))

@@ -78,4 +78,4 @@ def test_where_there_is_no_gpu_kernels_are_lowered_with_hopper_s_record(monkeypa
     assert ragged_decode.tuning_for() is decode_tuning.TUNING["9.0"]
     assert chunk_prefill.tuning_for() is chunk_tuning.TUNING["9.0"]
     assert expert_products.tuning_for(33, 1) is expert_tuning.MANY
-    assert expert_products.packed_tuning_for(1, 4) is expert_tuning.PACKED_ONE
+    assert expert_products.packed_tuning_for(1, 4) is expert_tuning.PACKED_FEW

@@ -14,7 +14,7 @@ from models.params import map_specs, param_specs
 from models.products import has_layer_kernel
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
-from pallas_kernels.layer_products.tuning import TUNING
+from pallas_kernels.layer_products.tuning import TUNING, token_slots
 from pallas_kernels.support import num_sms
 from tests.kernels import mixture_cases
 from tests.kernels.layer_cases import Case, check_layer, columns_of
@@ -56,6 +56,12 @@ MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "
 def test_layers_of_models(case, tokens):
     tuning = FEWEST if tokens <= 8 else FEW if tokens <= 64 else MANY
     check_layer(dataclasses.replace(case, tokens=tokens), tuning, repeats=10)
+
+
+@pytest.mark.parametrize("tokens", [80, 88, 104])
+def test_tokens_that_matrix_instructions_read_on_behind(tokens):
+    tuning = dataclasses.replace(MANY, token_slots=token_slots(tokens))
+    check_layer(Case(tokens, *LLAMA), tuning, repeats=10)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 128])

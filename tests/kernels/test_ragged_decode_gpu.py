@@ -80,7 +80,7 @@ def test_divisions(how):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "bytes"])
-@pytest.mark.parametrize("group", [4, 16, 32])
+@pytest.mark.parametrize("group", [4, 16, 24, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_pieces(head_dim, group, packed):
     """Put together by several CTAs; the last one with other items in its share, or alone with its piece."""
@@ -96,7 +96,7 @@ def test_many_pieces(head_dim, group, packed):
 
 
 # Tokens, query heads of a KV head, head dimension: all that fills 32 queries or leaves columns empty.
-TOKENS = [(2, 4, 128), (4, 4, 128), (8, 4, 128), (3, 5, 128), (4, 1, 64), (4, 8, 64), (8, 4, 64), (16, 2, 64),
+TOKENS = [(2, 4, 128), (4, 4, 128), (8, 4, 128), (3, 5, 128), (3, 8, 64), (4, 1, 64), (4, 8, 64), (8, 4, 64), (16, 2, 64),
           (4, 2, 256), (8, 2, 256), (8, 4, 256)]  # fmt: skip
 
 
