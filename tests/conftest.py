@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers 
 
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowered programs need not know their lines
 
+import absl.logging
 import hypothesis
 import jax
 import pytest
@@ -35,6 +37,10 @@ from tests import interpreter
 interpreter.install()
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# When uvicorn sets up its logs, absl's handler closes its stream if that is not sys.stderr any more, as under `capsys`: it
+# would be pytest's own.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 MOST_MAPPINGS = 30_000
 
