@@ -1,16 +1,15 @@
 """POST /v1/messages and /v1/messages/count_tokens: answers in the form of Anthropic's API, whole or as events."""
 
-import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import Any
 
-import pydantic_core
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from serve.anthropic_request import NAMES, MessagesRequest
+from serve.arguments import object_of
 from serve.chat import prepare, prompt_tokens
 from serve.choice import Delta
 from serve.errors import APIError, anthropic_body, renamed
@@ -85,29 +84,13 @@ class Answer:
         self._open = False
         block, text = self.blocks[-1], "".join(self._pieces)
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = object_of(text) or {}  # clients take nothing else
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
             block["signature"] = SIGNATURE
             yield self._grown({"type": "signature_delta", "signature": SIGNATURE})
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call that may be cut; what is no object has none. Models write line breaks into strings as they are."""
-    try:
-        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
-    except ValueError:
-        try:
-            found = json.loads(arguments, strict=False, parse_constant=_refused)
-        except (ValueError, RecursionError):
-            return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 async def create_message(

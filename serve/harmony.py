@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
+from serve.arguments import Escapes
 from serve.parts import Arguments, CallStart, Content, Part, Thought
 from serve.piece_reader import from_json
 from serve.reader import Reader
@@ -88,6 +89,7 @@ class HarmonyReader(Reader):
         self._apart = False  # what comes now stands apart from an earlier message of its kind
         self._calls = 0
         self._arguments: list[str] = []  # of the last call
+        self._escapes = Escapes()
         self._whole = self._done = False
         self.thought, self.thinking, self.framing = False, False, True
         if beginning != "possible":
@@ -168,6 +170,7 @@ class HarmonyReader(Reader):
             self._begin("call")
             self._parts.append(CallStart(self._calls, name, new_call_id()))
             self._calls, self._arguments, self._whole = self._calls + 1, [], False
+            self._escapes = Escapes()
         elif header.role == "assistant" and header.channel != "analysis":
             self._begin("content")
         else:  # also a turn of somebody else that the model makes up
@@ -202,8 +205,8 @@ class HarmonyReader(Reader):
 
     def _say(self, text: str) -> None:
         if self._kind == "call":
-            self._arguments.append(text)
-            self._parts.append(Arguments(self._calls - 1, text))
+            self._arguments.append(self._escapes.push(text))
+            self._parts.append(Arguments(self._calls - 1, self._arguments[-1]))
             return
         between = _BETWEEN if self._apart else ""
         if self._kind == "content":

@@ -2,14 +2,15 @@
 
 What a model writes is read as text and calls, whatever the pieces in which it comes. A call is told of once its name and the
 beginning of its arguments are there; from then on its arguments go out as they are written, so nobody has checked that
-they are valid JSON. What began like a call and turns out to be none before that is text. White space around calls is
-neither.
+they are valid JSON; control characters within strings alone become escapes. What began like a call and turns out to be none
+before that is text. White space around calls is neither.
 """
 
 import secrets
 from collections.abc import Collection
 from typing import Literal
 
+from serve.arguments import Escapes
 from serve.parts import Arguments, CallStart, Content, Part
 from serve.piece_reader import ALPHANUMERIC, SPACE, PieceReader, Step, from_json
 
@@ -49,6 +50,7 @@ class CallParser(PieceReader):
         self._parts: list[Part] = []
         self._space = ""  # white space that may stand before a call
         self._calls = 0
+        self._escapes = Escapes()  # of the last call
         self._open = False
         self.done = False  # nothing more is wanted
         readers = {"hermes": self._hermes, "llama3_json": self._llama3, "mistral": self._mistral}
@@ -277,9 +279,10 @@ class CallParser(PieceReader):
         self._parts.append(CallStart(self._calls, name, call_id or self._new_id()))
         self._calls += 1
         self._space, self.raw = "", None
+        self._escapes = Escapes()
 
     def _argue(self, text: str) -> None:
-        self._parts.append(Arguments(self._calls - 1, text))
+        self._parts.append(Arguments(self._calls - 1, self._escapes.push(text)))
 
     def _new_id(self) -> str:
         if self._mistral_ids:  # their templates take no others
@@ -293,9 +296,11 @@ def new_call_id() -> str:
 
 def _as_arguments(text: str) -> str | None:
     """Arguments as an object: as it is, in a string, or null for none at all; None for anything else."""
+    text = Escapes().push(text)
     value = from_json(text)
     if isinstance(value, str):
-        text, value = value, from_json(value)
+        text = Escapes().push(value)
+        value = from_json(text)
     if value is None:
         return "{}"
     return text if isinstance(value, dict) else None

@@ -64,6 +64,7 @@ CASES = [
     (call("f", A + "<|call|>"), "", "", F),
     (call("f", "<|call|>"), "", "", [("f", "{}")]),
     (call("f", " \n"), "", "", [("f", " \n{}")]),
+    (call("f", '{"a":\n"b\nc"}'), "", "", [("f", '{"a":\n"b\\nc"}')]),
     (f" to=functions.f<|channel|>commentary json<|message|>{A}<|call|>", "", "", F),
     (f" to=functions.f<|channel|>analysis<|message|>{A}", "", "", F),
     (f"<|channel|>commentary to=functions.f<|constrain|>json<|message|>{A}", "", "", F),

@@ -45,6 +45,10 @@ HERMES_TEXTS = [
     ('<tool_call>{"id": [{"name": "x"}], "name": "f", "parameters": {}, "n": -1.5}', "", [("f", "{}")]),
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ('<tool_call>{"name": "f", "arguments": {"a": "\\"}\\\\"}}', "", [("f", '{"a": "\\"}\\\\"}')]),
+    ('<tool_call>{"name": "f", "arguments": {"a":\n"b\nc"}}', "", [("f", '{"a":\n"b\\nc"}')]),
+    ('<tool_call>{"arguments": {"a": "b\nc"}, "name": "f"}', "", [("f", '{"a": "b\\nc"}')]),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \n\\"b\\nc\\"}"}', "", [("f", '{"a": \n"b\\nc"}')]),
+    ('<tool_call>{"nome": "a\nb"}', '<tool_call>{"nome": "a\nb"}', []),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>ok', "ok", [("f", '{"a": 1}')]),
     ('<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", "{}")]),  # cut
     ('<tool_call>{"name": "f", "arguments": {}}</tool_ x', "</tool_ x", [("f", "{}")]),
