@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-import pydantic_core
 from pydantic import BeforeValidator, FailFast, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from serve.arguments import object_of
 from serve.fields import RequestModel, sort_fields
 from serve.tools import MAX_TOOLS
 
@@ -14,7 +14,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class CalledFunction(RequestModel):
-    """A function that was called, and the JSON of its arguments."""
+    """A function that was called, and its arguments as text: JSON, if the model kept to it."""
 
     NO_EFFECT = frozenset(["parsed_arguments"])  # what OpenAI's client makes of them
 
@@ -28,24 +28,24 @@ class CalledFunction(RequestModel):
     def _known_fields(cls, function: object) -> object:
         if not isinstance(function, dict):
             raise PydanticCustomError("function", "give an object with 'name' and 'arguments'")
-        return sort_fields(cls, function, "messages[].tool_calls[].function.")
+        fields = sort_fields(cls, function, "messages[].tool_calls[].function.")
+        return fields | ({"arguments": "{}"} if function.get("arguments", "") is None else {})
+
+    @field_validator("arguments")
+    @classmethod
+    def _none_at_all(cls, arguments: str) -> str:
+        return "{}" if arguments.strip() in ("", "null") else arguments
 
     @model_validator(mode="after")
-    def _check_arguments(self) -> Self:
-        try:
-            parsed = pydantic_core.from_json(self.arguments.strip() or "{}", allow_inf_nan=False)
-        except ValueError as error:
-            raise PydanticCustomError(
-                "arguments", "'arguments' is not valid JSON: {fault}", {"fault": str(error)[:200]}
-            ) from None
-        if not isinstance(parsed, dict):
-            raise PydanticCustomError("arguments", "'arguments' must be a string that holds a JSON object")
-        self._parsed = parsed
+    def _read_arguments(self) -> Self:
+        # A model may have written anything: refused, it would end the conversation.
+        found = object_of(self.arguments)
+        self._parsed = {"arguments": self.arguments} if found is None else found
         return self
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments."""
+        """The arguments; what is no object is the value of one, as templates take nothing else."""
         return self._parsed
 
 

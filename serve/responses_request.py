@@ -200,7 +200,7 @@ class _Conversation:
             self.add({"role": role, "content": content})
 
     def call(self, item: dict[str, Any]) -> None:
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        function = {key: item[key] for key in ("name", "arguments") if key in item}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         calls = self._answer().setdefault("tool_calls", [])
         self._places[f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"] = self.item

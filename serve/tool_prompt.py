@@ -149,7 +149,7 @@ class ToolSupport:
             lines = [fields["content"]] if fields["content"] else []
             if fields.pop("tool_calls", None):
                 # As the model wrote them, where it was this server's.
-                given = [(c.function.name, c.function.arguments or "{}") for c in message.tool_calls or ()]
+                given = [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]
                 lines.append(self.format.write(given))
             is_result = fields["role"] == "tool"
             if is_result:

@@ -91,10 +91,6 @@ FAULTS = [
     (called(id="a", function={"name": "f"}), None, "missing_required_parameter", "function.arguments"),
     (called(id="a", function=GOOD | {"x": 1}), "messages[].tool_calls[].function.x", "unknown_parameter", ""),
     (called(id="a", function=GOOD | {"arguments": {}}), None, "invalid_value", "valid string"),
-    (called(id="a", function=GOOD | {"arguments": '{"a": '}), None, "invalid_value", "not valid JSON: EOF"),
-    (called(id="a", function=GOOD | {"arguments": "{x}"}), None, "invalid_value", "not valid JSON: "),
-    (called(id="a", function=GOOD | {"arguments": "[]"}), None, "invalid_value", "holds a JSON object"),
-    (called(id="a", function=GOOD | {"arguments": "[" * 10000}), None, "invalid_value", "not valid JSON: "),
     (
         called(id="a", function=GOOD) | {"continue_final_message": True},
         "continue_final_message",

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from serve.prompts import chat_text
+from serve.protocol import ChatRequest
+from serve.tool_prompt import ToolSupport
 from tests.serve.http_server import EOS
 from tests.serve.test_http_bad_input import CHAT, check_error
 from tests.serve.test_tool_formats import TOOLS, WEATHER
@@ -111,6 +114,35 @@ def test_calls_and_results_as_text(server_of, name):
         "<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n<tool_response>\npong\n</tool_response>\nSo?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        (None, "{}"),
+        ("null", "{}"),
+        ('{"city": "Os\nlo"}', '{"city": "Os\\nlo"}'),
+        ('{"city": "Os', '{"city": "Os"}'),  # cut
+        ('{"city": "Oslo",}', '{"arguments": "{\\"city\\": \\"Oslo\\",}"}'),
+        ("[1]", '{"arguments": "[1]"}'),
+        ("[" * 10_000, json.dumps({"arguments": "[" * 10_000})),
+    ],
+    ids=lambda text: None if text is None else text[:20],
+)
+def test_arguments_that_are_no_object(server_of, arguments, written):
+    """The server tells of them as the model writes them; refused in a later turn, they would end the conversation."""
+    called = {"id": "abcdefgh1", "type": "function", "function": {"name": "ping", "arguments": arguments}}
+    messages = [HISTORY[0], {"role": "assistant", "tool_calls": [called]}, HISTORY[2]]
+    body = {"messages": messages, "tools": TOOLS}
+    told = [
+        (support, ChatRequest.parse(body))
+        for support in (ToolSupport.of(tool_tokenizer(name)) for name in ("hermes", "generic"))
+    ]
+    assert f'{{"name": "ping", "arguments": {written}}}' in chat_text(*told[0])
+    as_text = written if arguments in (None, "null") else arguments
+    assert f'{{"name": "ping", "arguments": {as_text}}}' in chat_text(*told[1])
+    if len(written) < 1000:
+        server_of("hermes").post(CHAT, body).raise_for_status()
 
 
 def test_what_a_template_refuses_is_a_400(server_of):
