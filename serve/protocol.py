@@ -1,8 +1,8 @@
 """Request bodies: the fields of OpenAI's API and of vLLM's extensions that this server knows.
 
 Every field is one of three kinds: declared on the model (it works), in `NO_EFFECT` (accepted, changes nothing), or in
-`UNSUPPORTED` (refused with a 400 that says so, unless it has the value that means "off"). Any other field is a 400
-that names it, because a misspelt `max_token` would otherwise be lost in silence.
+`UNSUPPORTED` (refused with a 400 that says so, unless it has the value that means "off"). Any other field that is not null
+is a 400 that names it, because a misspelt `max_token` would otherwise be lost in silence.
 """
 
 import re
@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve.errors import APIError, bad_request
-from serve.fields import RequestModel
+from serve.fields import RequestModel, sort_fields
 from serve.messages import Messages
 from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
 from serve.tools import ToolFields
@@ -83,6 +83,11 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # OpenAI's padding against traffic analysis: no effect here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, given: object) -> object:
+        return sort_fields(cls, given, "stream_options.") if isinstance(given, dict) else given
 
 
 class SamplingRequest(RequestModel):

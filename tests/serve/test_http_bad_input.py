@@ -116,7 +116,7 @@ CHAT_FIELDS = [
         "invalid_value",
         "only allowed with 'stream'",
     ),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "invalid_value", ""),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter", ""),
     ({"max_token": 5}, "max_token", "unknown_parameter", "Did you mean 'max_tokens'?"),
     ({"retention": 0.5}, "retention", "unknown_parameter", "Unknown field 'retention'"),
     ({"😀" * 3: 1}, None, None, "Unknown field"),

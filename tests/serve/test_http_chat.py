@@ -117,6 +117,11 @@ def test_stream_framing(served):
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
 
+def test_null_among_stream_options(served):
+    chunks = list(chat(served, stream=True, stream_options={"include_usage": None}))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
 def test_stream_without_usage_and_with_running_usage(served):
     served.script("abc", delay=0.01)
     chunks = list(chat(served, stream=True))
