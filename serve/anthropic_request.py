@@ -238,10 +238,8 @@ def _text(content: object, where: str) -> str:
 def _tool(tool: object, n: int) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise _fault(f"tools.{n}", "a tool must be an object")
-    if tool.get("type", "custom") != "custom":
-        raise _fault(
-            f"tools.{n}", f"tools of type {str(tool['type'])[:40]!r} are not supported: your own only"
-        )
+    if (kind := tool.get("type")) not in (None, "custom"):
+        raise _fault(f"tools.{n}", f"tools of type {str(kind)[:40]!r} are not supported: your own only")
     function = {"name": tool.get("name"), "description": tool.get("description")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 

@@ -271,6 +271,11 @@ def test_what_has_no_effect_is_taken(served):
     )  # fmt: skip
 
 
+def test_tools_may_say_their_type_or_not(server_of):
+    for kind in ({}, {"type": None}, {"type": "custom", "cache_control": {"type": "ephemeral"}}):
+        ask(server_of("generic"), tools=[FUNCTIONS[0] | kind])
+
+
 def test_tokens_are_counted(served):
     body = {"model": "tiny", "messages": HELLO, "system": "Be kind."}
     count = served.post(f"{MESSAGES}/count_tokens", body).json()
