@@ -12,8 +12,12 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))
 
 
 def json_rule(schema: dict[str, Any], layout: dict[str, Any]) -> str:
-    """The right side of a rule that gives what is valid by a schema; `layout`: llguidance's options of white space."""
-    return "%json " + json.dumps(_enforceable(schema) | {"x-guidance": layout}, ensure_ascii=False)
+    """The right side of a rule that gives what is valid by a schema; `layout`: llguidance's options of white space.
+
+    Raises ValueError for a number that is none in JSON.
+    """
+    rule = _enforceable(schema) | {"x-guidance": layout}
+    return "%json " + json.dumps(rule, ensure_ascii=False, allow_nan=False)
 
 
 def _enforceable(schema: Any) -> Any:

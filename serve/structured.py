@@ -20,6 +20,7 @@ from serve.schemas import json_rule
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "tools"]
 MAX_GRAMMAR = 2**17  # characters of a schema, of all choices, of a grammar
 MAX_REGEX = 4096  # characters
+TOO_LARGE = "a number in the schema is larger than a double can be"
 MAX_SPACE = 40  # spaces and line breaks between two parts of JSON: a model must not go on with them for ever
 _JSON_KEYS = frozenset(("name", "description", "schema", "strict"))
 
@@ -123,7 +124,7 @@ def _json_spec(schema: Any, param: str, kind: Kind = "json") -> GrammarSpec:
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError:  # as 1e999 is read
-        raise _refused(param, "a number in the schema is larger than a double can be") from None
+        raise _refused(param, TOO_LARGE) from None
     if len(text) > MAX_GRAMMAR:
         raise _refused(param, f"a schema may have at most {MAX_GRAMMAR} characters, this one has {len(text)}")
     return GrammarSpec(kind, text, param)

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 
 from serve import harmony
+from serve.errors import bad_request
 from serve.schemas import json_rule
-from serve.structured import GrammarSpec
+from serve.structured import TOO_LARGE, GrammarSpec
 from serve.tool_calls import HERMES_END, HERMES_START, MISTRAL_ARGUMENTS, MISTRAL_START, Style
 
 # A call as json.dumps and the templates write it, so that the next turn has the same text, and with luck the same tokens.
@@ -49,7 +50,8 @@ class ToolFormat(NamedTuple):
         """The grammar of one call, or with `many` of any number of them, of functions whose arguments have these schemas.
 
         With `answer` (of any kind but "grammar") such an answer will do as well. `special`: ids of markers that are special
-        tokens. What comes from a field of the request stands below the field's name, for `GrammarSpec.error`.
+        tokens. What comes from a field of the request stands below the field's name, for `GrammarSpec.error`. Raises
+        APIError for a schema with a number that is none.
         """
 
         more = f"({literal(self.separator, special)} call)*" if many and self.several else ""
@@ -64,7 +66,14 @@ class ToolFormat(NamedTuple):
             before = _json_tokens(before) if answer and before[0] == "{" else literal(before, special)
             after = literal(self.closing, special)
             lines += [f"call{i}: {before} arguments{i} {after}", f"// tools {name}"]
-            lines.append(f"arguments{i}: {json_rule(schema, _LAYOUT)}")
+            try:
+                lines.append(f"arguments{i}: {json_rule(schema, _LAYOUT)}")
+            except ValueError:  # as 1e999 is read
+                raise bad_request(
+                    f"Invalid value for 'tools': the parameters of '{name}': {TOO_LARGE}.",
+                    "tools",
+                    "invalid_value",
+                ) from None
         if answer:
             lines += [f"// {answer.param}", answer.lark.replace("start:", "answer:", 1)]
         return "\n".join(lines)

@@ -252,3 +252,6 @@ def test_grammars_of_tools_are_counted_and_their_faults_named(server):
     )
     server.script("fine")
     assert ask(server, tools=body["tools"])[0]["message"]["content"] == "fine"  # nothing is compiled
+    content = json.dumps(body).replace('"x"', "1e999")
+    answer = server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    check_error(answer, 400, "tools", "invalid_value", "the parameters of 'bad': a number in the schema")
