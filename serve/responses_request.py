@@ -29,6 +29,7 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     r"response_format(\.json_schema)?": "text.format",
     r"tools\.(\d+)\.function": r"tools.\1",
+    r"tools\[\]\.function": "tools[]",
     "reasoning_effort": "reasoning.effort",
 }
 
@@ -53,6 +54,7 @@ class _Text(RequestModel):
 
 class _Reasoning(RequestModel):
     NO_EFFECT = frozenset(["summary", "generate_summary"])
+    UNSUPPORTED = {"context": ("auto",), "mode": ("standard",)}  # noqa: RUF012 - a ClassVar in RequestModel
 
     effort: str | None = None
 
@@ -65,7 +67,7 @@ class _Reasoning(RequestModel):
 class ResponsesRequest(RequestModel):
     """Body of POST /v1/responses; `chat` is the same as a chat completion."""
 
-    NO_EFFECT = (PLATFORM_FIELDS - {"metadata"}) | {"stream_options"}
+    NO_EFFECT = (PLATFORM_FIELDS - {"metadata"}) | {"stream_options", "moderation"}
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar in RequestModel
         "background": (False,),
         "conversation": (),
@@ -128,7 +130,7 @@ class ResponsesRequest(RequestModel):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _response_format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
-            "tools": [_tool(tool) for tool in self.tools],
+            "tools": [_tool(tool, n) for n, tool in enumerate(self.tools)],
             "tool_choice": _tool_choice(self.tool_choice),
         }
         if self.logprobs:
@@ -251,9 +253,12 @@ def _text(content: object) -> Any:
     return "\n".join(texts)
 
 
-def _tool(tool: object) -> object:
+def _tool(tool: object, n: int) -> object:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool  # refused by its type
+    if tool.get("function") is not None:  # as chat completions have it
+        fault = "take 'function' away: name, description and parameters stand beside the 'type' here"
+        raise _fault(fault, f"tools.{n}")
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
@@ -276,8 +281,8 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
-def _fault(what: str) -> APIError:
-    return bad_request(f"Invalid value for 'input': {what}.", "input", "invalid_value")
+def _fault(what: str, where: str = "input") -> APIError:
+    return bad_request(f"Invalid value for '{where}': {what}.", where, "invalid_value")
 
 
 def echoed(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:

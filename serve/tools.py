@@ -19,6 +19,13 @@ _CHOICES = ("none", "auto", "required")
 class Function(RequestModel):
     """What a model may call. `parameters` is the JSON schema of an object."""
 
+    NO_EFFECT = frozenset(["cache_control"])  # Anthropic's, which clients for many servers write
+    UNSUPPORTED = {  # noqa: RUF012 - a ClassVar in RequestModel
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"],),
+        "output_schema": (),
+    }
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: dict(_NO_PARAMETERS))
@@ -48,6 +55,8 @@ class Function(RequestModel):
 
 class Tool(RequestModel):
     """A function in OpenAI's wrapping."""
+
+    NO_EFFECT = frozenset(["cache_control"])
 
     type: Literal["function"]
     function: Function

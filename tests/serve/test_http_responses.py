@@ -259,7 +259,16 @@ def test_what_has_no_effect_is_taken(served):
     ask(
         served, store=True, user="u", truncation="disabled", background=False, service_tier="auto",
         parallel_tool_calls=False, include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"},
+        extra_body={"moderation": {"model": "omni"}, "unheard_of": None},
     )  # fmt: skip
+
+
+def test_defaults_may_be_said(server_of):
+    server = server_of("generic")
+    ask(server, reasoning={"context": "auto", "mode": "standard"}, extra_body={"moderation": None})
+    more = {"defer_loading": False, "output_schema": None, "cache_control": {"type": "ephemeral"}}
+    for callers in (None, ["direct"]):
+        ask(server, tools=[FUNCTIONS[0] | more | {"allowed_callers": callers}], reasoning={"context": None})
 
 
 @pytest.mark.parametrize(
@@ -308,6 +317,18 @@ def test_what_has_no_effect_is_taken(served):
         ({"include": ["file_search_call.results"]}, "include", "'file_search_call.results', which is not"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "tools of type 'web_search' are not supported"),
         ({"tools": [3]}, "tools.0", "a tool must be"),
+        ({"tools": TOOLS}, "tools.0", "take 'function' away"),
+        (
+            {"tools": [FUNCTIONS[0] | {"paramters": {}}]},
+            "tools[].paramters",
+            "Did you mean 'tools[].parameters'",
+        ),
+        (
+            {"tools": [FUNCTIONS[0] | {"output_schema": {}}]},
+            "tools[].output_schema",
+            "'tools[].output_schema' is not",
+        ),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "not supported"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'mode', 'auto' or 'required'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"tool_choice": {"type": "function", "name": "messages.7"}}, "tool_choice", "no tool of the name"),

@@ -52,6 +52,7 @@ FAULTS = [
     (function(name="f", parameters={"type": "string"}), "tools.0.function.parameters", "invalid_value", "'object'"),
     (function(name="f", paramters={}), "tools[].function.paramters", "unknown_parameter", "Did you mean"),
     (function(name="f", strict="yes"), "tools.0.function.strict", "invalid_value", ""),
+    (function(name="f", defer_loading=True), "tools[].function.defer_loading", "unsupported_parameter", ""),
     ({"tools": TOOLS * 2}, "tools", "invalid_value", "two functions have the name 'get_weather'"),
     ({"tools": TOOLS * 65}, "tools", "invalid_value", "at most 128 tools"),
     (function(name="f", parameters={"enum": ["x" * 131072]}), "tools", "invalid_value", "at most 131072 characters"),
@@ -115,6 +116,7 @@ def test_what_means_no_tools(served):
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"functions": [], "function_call": "none"},
+        {"tools": [], "max_token": None, "stream": False},
     ):
         answer = served.post(CHAT, {"messages": HELLO, **fields})
         assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello"}

@@ -37,7 +37,11 @@ def test_the_template_gets_the_tools(server_of):
     ]
     tools = [
         {"type": "function", "function": {"strict": True, **told[0]["function"]}},
-        {"function": {"name": "ping", "description": None}, "type": "function"},
+        {
+            "function": {"name": "ping", "description": None},
+            "type": "function",
+            "cache_control": {"type": "ephemeral"},
+        },
     ]
     ask(server, tools=tools)
     lines = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in told)
