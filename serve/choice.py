@@ -151,7 +151,7 @@ class Choice:
             self._finish("stop", None)
             return output.finish_reason is None
         if output.finish_reason is not None:
-            self._add_text(self._without_begun(self._detokenizer.flush()))
+            self._add_text(self._flush())
             stop_reason: str | int | None = self._scanner.matched
             if stop_reason is not None:  # a stop string of replacement characters
                 self._finish("stop", stop_reason)
@@ -177,7 +177,7 @@ class Choice:
         if output.finish_reason == "stop" and not self._include_stop:
             # The token that ended the text is not a part of it; what it ends, the reader may have to know.
             if marker := self._marks.get(token_id):
-                self._add_mark(self._without_begun(self._detokenizer.flush()), marker)
+                self._add_mark(self._flush(), marker)
             return
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
             self._shown = None
@@ -193,6 +193,14 @@ class Choice:
             self._add_text(text)
         else:
             self._add_mark(text.removesuffix(marker), marker)
+
+    def _flush(self) -> str:
+        """What stands for the bytes of a character that has no end: text of the last token."""
+        text = self._without_begun(self._detokenizer.flush())
+        if text and self._unread:
+            entry, length = self._unread[-1]
+            self._unread[-1] = entry, length + len(text)
+        return text
 
     def _without_begun(self, text: str) -> str:
         """Without what stands for bytes of the prompt's, if no generated ones complete their character."""
@@ -224,12 +232,13 @@ class Choice:
             self._add_parts(self._reader.push(text))
 
     def _add_parts(self, parts: list[Part]) -> None:
-        """What the reader made of the text; where that is content, it is of the last tokens that are shown."""
+        """What the reader made of the text; where that is content, it is of the last tokens but those held back."""
         self._delta.parts += parts
-        if not parts or self._sampling.logprobs is None:
+        if not parts or self._reader is None or self._sampling.logprobs is None:
             return
         end = len(self._unread)
-        hidden = self._offset - self._told  # characters that may belong to a stop string
+        # Characters that may belong to a stop string, and before them those that may be of a call.
+        hidden = self._offset - self._told + self._reader.held
         while end and 0 < self._unread[end - 1][1] <= hidden:
             end -= 1
             hidden -= self._unread[end][1]

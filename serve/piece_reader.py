@@ -20,6 +20,7 @@ class PieceReader:
 
     def __init__(self) -> None:
         self._text, self._at, self._ended = "", 0, False
+        self._taken = 0  # characters of all pieces
         self.raw: list[str] | None = None  # where it is a list, all that is taken is added
 
     def feed(self, text: str) -> None:
@@ -46,6 +47,7 @@ class PieceReader:
         """So many characters, which are there."""
         text = self._text[self._at : self._at + count]
         self._at += count
+        self._taken += len(text)
         if self.raw is not None:
             self.raw.append(text)
         return text

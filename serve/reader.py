@@ -25,6 +25,11 @@ class Reader:
         """Nothing more is wanted."""
         return False
 
+    @property
+    def held(self) -> int:
+        """Characters of the text behind the last content or call, which may become a part yet."""
+        return 0
+
     def skips(self, token_id: int) -> bool:
         """Whether this special token of `keep` is no text any more."""
         return False

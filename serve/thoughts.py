@@ -52,6 +52,11 @@ class AnswerReader(PieceReader, Reader):
         """Nothing more is wanted."""
         return self._calls is not None and self._calls.done
 
+    @property
+    def held(self) -> int:
+        """Characters of the text behind the last content or call, which may become a part yet."""
+        return 0 if self._calls is None else self._calls.held
+
     def skips(self, token_id: int) -> bool:
         """Whether it is a special token that is text around thoughts alone, when those are over."""
         return token_id in self._tags and not self.thinking

@@ -49,6 +49,7 @@ class CallParser(PieceReader):
         self._hidden = MARKERS[style] if hidden else ()
         self._parts: list[Part] = []
         self._space = ""  # white space that may stand before a call
+        self._told = 0  # characters up to the end of the last part
         self._calls = 0
         self._escapes = Escapes()  # of the last call
         self._open = False
@@ -61,6 +62,11 @@ class CallParser(PieceReader):
     def called(self) -> bool:
         """Whether there were calls, and all of them whole."""
         return self._calls > 0 and not self._open
+
+    @property
+    def held(self) -> int:
+        """Characters behind the last part."""
+        return self._taken - self._told
 
     def push(self, text: str) -> list[Part]:
         """Take more text; what is known now."""
@@ -233,9 +239,7 @@ class CallParser(PieceReader):
         self.raw = None
         while (yield from self.more()):
             text, found = self.until(marker[0])
-            if body := text.rstrip(SPACE):
-                self._say(body)
-            self._space += text[len(body) :]
+            self._tell(text)
             if found:
                 matched = yield from self.match(marker)
                 if matched == len(marker):
@@ -262,7 +266,14 @@ class CallParser(PieceReader):
         """Content, after the white space that was held back."""
         if self._space or text:
             self._parts.append(Content(self._space + text))
-        self._space = ""
+        self._space, self._told = "", self._taken
+
+    def _tell(self, text: str) -> None:
+        """Content; the white space at its end is held back."""
+        if body := text.rstrip(SPACE):
+            self._say(body)
+            self._told -= len(text) - len(body)
+        self._space += text[len(body) :]
 
     def _give_back(self, marker: str) -> None:
         """It was no call."""
@@ -270,19 +281,17 @@ class CallParser(PieceReader):
         self.raw = None
         for hidden in self._hidden:
             text = text.replace(hidden, "")
-        body = text.rstrip(SPACE)
-        if body:
-            self._say(body)
-        self._space += text[len(body) :]
+        self._tell(text)
 
     def _announce(self, name: str, call_id: str = "") -> None:
         self._parts.append(CallStart(self._calls, name, call_id or self._new_id()))
         self._calls += 1
-        self._space, self.raw = "", None
+        self._space, self.raw, self._told = "", None, self._taken
         self._escapes = Escapes()
 
     def _argue(self, text: str) -> None:
         self._parts.append(Arguments(self._calls - 1, self._escapes.push(text)))
+        self._told = self._taken
 
     def _new_id(self) -> str:
         if self._mistral_ids:  # their templates take no others

@@ -1,13 +1,17 @@
 """Log-probabilities of /v1/responses: of the tokens of the text, which thoughts, calls and ends are not."""
 
 import pytest
+from hypothesis import given, settings
 
 from serve.choice import Choice
+from serve.parts import Content
 from serve.request import SamplingParams, TokenOutput
 from serve.thoughts import AnswerReader
+from serve.tool_calls import CallParser
 from tests.serve.harmony_template import RETURN, analysis, call, final, harmony_tokenizer
 from tests.serve.http_server import EOS, TOKENIZER, ids
 from tests.serve.test_http_responses import FUNCTIONS, ask, events_of
+from tests.serve.test_tool_calls import NAMES, SOUP
 from tests.serve.thought_templates import thought_tokenizer
 from tests.serve.tool_answers import ANSWERS
 from tests.serve.tool_templates import tool_tokenizer
@@ -18,6 +22,7 @@ MORE = final("") + "Two.<|end|><|start|>assistant"
 CASES = {
     "text": ("generic", "Hé ☕\n\n", ["Hé ☕\n\n"]),
     "no tool": ("generic", "a <tool_call> b", ["a <tool_call> b"]),
+    "no call before a call": ("generic", f'<tool_call>{{"name": {CALL}', ['<tool_call>{"name":']),
     "calls": ("generic", f"Let me see.\n{CALL}\n{CALL}\n", ["Let me see."]),
     "text around a call": ("generic", f"One ☕ {CALL}\n\nTwo. ", ["One ☕", "\n\nTwo."]),
     "thoughts": ("qwen", "<think>\nHm. ☕\n</think>\n\nÉs\n", ["És\n"]),
@@ -74,3 +79,19 @@ def test_what_a_stop_string_cuts_off_has_none(stop, expected, at_once):
     assert [(entry.token_id, entry.logprob) for entry in found] == [
         (token, -float(number)) for number, token in enumerate(ids(expected))
     ]
+
+
+@settings(max_examples=200)
+@given(SOUP)
+def test_what_is_no_call_has_those_of_its_own_tokens(text):
+    """Whatever is held back until it is clear that it is none."""
+    reader = AnswerReader("none", CallParser("hermes", NAMES))
+    choice = Choice(TOKENIZER, SamplingParams(max_tokens=9999, logprobs=0), reader=reader)
+    tokens = [*ids(text + "é")[:-1], EOS]  # it ends within a character
+    content, found = "", []
+    for number, token in enumerate(tokens, 1):
+        choice.feed(TokenOutput(token_id=token, finish_reason="stop" if number == len(tokens) else None))
+        if delta := choice.take():
+            content += "".join(part.text for part in delta.parts if isinstance(part, Content))
+            found += [entry.token_id - 8 for _, entry in delta.content_logprobs]
+    assert bytes(found).decode(errors="replace") == content
