@@ -11,7 +11,10 @@ from serve.errors import APIError, bad_request
 
 
 def sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "") -> dict[str, Any]:
-    """The declared fields of a body; unknown and unsupported ones raise APIError. What is null counts as left out."""
+    """The declared fields of a body; unknown and unsupported ones raise APIError.
+
+    Null is left out: clients write it for other servers' fields.
+    """
     known = {field.alias or name for name, field in cls.model_fields.items()}
     declared: dict[str, Any] = {}
     for name, value in body.items():
@@ -26,9 +29,7 @@ def sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "")
                     param,
                     "unsupported_parameter",
                 )
-        elif (
-            value is not None and name not in cls.NO_EFFECT
-        ):  # clients write null for fields of other servers
+        elif value is not None and name not in cls.NO_EFFECT:
             close = difflib.get_close_matches(name[:64], sorted(known), n=1, cutoff=0.75)
             hint = f" Did you mean '{path}{close[0]}'?" if close else ""
             raise bad_request(f"Unknown field '{param}'.{hint}", param, "unknown_parameter")
