@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -32,6 +33,7 @@ from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
 REPORT_TOKENS = 4096
 WRITTEN_BYTES = 2**20  # what must fit where files go: more than most profiles, and than the pictures
+OUT_OF_MEMORY = "Write a smaller --sample-tokens, --dtype bfloat16 or --quantization fp8"
 # Offline a wide window of queries costs nothing, and it sees what more of the future will look at.
 DEFAULT_METHOD = "kv_compress"
 DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"kv_compress": {"window": 256}}
@@ -98,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status.
 
-    2 for bad options, like argparse; 1 where not all files are where they were asked for; 130 if interrupted.
+    2 for bad options, like argparse, and for want of memory; 1 where not all files are where they were asked for; 130 if interrupted.
     """
     arguments = parser().parse_args(argv)
     console = Console(stderr=True)
@@ -107,6 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("calibrate: interrupted; the profile is written after the last sample", style="red")
         return 130
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        console.print(f"calibrate: {error}\n{OUT_OF_MEMORY}", style="red", markup=False)
+        return 2
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:

@@ -10,6 +10,7 @@ import jax
 import matplotlib.image
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
 import calibrate
 from calibrate.__main__ import main, parser
@@ -196,6 +197,22 @@ def test_an_interrupted_run_leaves_an_earlier_profile(tiny_model, tmp_path, caps
     assert "interrupted" in capsys.readouterr().err
     assert BudgetProfile.load(out) == BudgetProfile.uniform(4, 4, 0.25)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_no_room_for_a_sample_is_told(tiny_model, tmp_path, capsys, monkeypatch):
+    """It was JAX's traceback. What else goes wrong on a device still is one."""
+    faults = ["RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", "INTERNAL: lost"]
+
+    def failing(*_, **__):
+        raise JaxRuntimeError(faults.pop(0))
+
+    monkeypatch.setattr("calibrate.__main__.calibrate", failing)
+    command = ["--sample-tokens", "64", "--option", "window=10", "--out", str(tmp_path / "p.npz")]
+    assert main(command) == 2
+    assert_said("Out of memory allocating 8 bytes. Write a smaller --sample-tokens, ", capsys.readouterr().err)
+    with pytest.raises(JaxRuntimeError, match="lost"):
+        main(command)
+    assert not list(tmp_path.iterdir())
 
 
 def test_texts_that_are_too_short_are_one_clear_error(tiny_model, tmp_path, capsys, monkeypatch):
