@@ -25,7 +25,7 @@ from calibrate.identity import tokenizer_identity
 from calibrate.measure import SINKS, aside
 from calibrate.own_texts import OwnTexts
 from calibrate.run import Calibration, calibrate, reached_retention
-from calibrate.samples import calibration_samples, heldout_samples
+from calibrate.samples import TextSample, calibration_samples, distinct, heldout_samples
 from models.overrides import parse_overrides
 from tangram_jax.grouping import most_heads_per_page
 from tangram_jax.profile import BudgetProfile
@@ -149,18 +149,12 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         if own is not None:
             samples, heldout = own.samples(model.tokenizer, arguments.samples, arguments.heldout, size, seed)
             recorded["texts"] = own.provenance
-            if 2 * (different := len({sample.tokens.tobytes() for sample in samples})) < len(samples):
-                console.print(
-                    f"calibrate: only {different} of {len(samples)} samples are different: with more text, or a smaller "
-                    "--sample-tokens, the margin of the budgets says more",
-                    style="yellow",
-                    markup=False,
-                )
         else:
             samples = calibration_samples(model.tokenizer, arguments.samples, size, seed)
             heldout = (
                 heldout_samples(model.tokenizer, arguments.heldout, size, seed) if arguments.heldout else []
             )
+        heldout = _told_apart(samples, heldout, console)
     except (ValueError, OSError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
@@ -199,6 +193,26 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             console.print(f"calibrate: no more pictures: {error}", style="red", markup=False)
             return 1
     return 0 if saved == arguments.out else 1
+
+
+def _told_apart(
+    samples: list[TextSample], heldout: list[TextSample], console: Console
+) -> list[TextSample]:
+    """The held-out samples that are different; says so where some are not, or most of the others."""
+
+    def warn(different: int, given: list[TextSample], kind: str, what: str) -> None:
+        console.print(
+            f"calibrate: only {different} of {len(given)} {kind} are different: with more text, or a smaller "
+            f"--sample-tokens, {what} more",
+            style="yellow",
+            markup=False,
+        )
+
+    if 2 * (different := len(distinct(samples))) < len(samples):
+        warn(different, samples, "samples", "the margin of the budgets says")
+    if len(apart := distinct(heldout)) < len(heldout):
+        warn(len(apart), heldout, "held-out samples", "their intervals say")
+    return apart
 
 
 def _save(profile: BudgetProfile, out: Path, console: Console) -> Path | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from calibrate.identity import weights_identity
 from calibrate.measure import SINKS, aside, calibrate_ratios
-from calibrate.samples import TextSample
+from calibrate.samples import TextSample, distinct
 from calibrate.stability import Stability, measure_stability
 from models.config import ModelConfig
 from models.rope import rope_record
@@ -51,12 +51,14 @@ def calibrate(
 ) -> Calibration:
     """Budgets of every head from `samples`, checked on `heldout`; all samples must have the same number of tokens.
 
-    `on_sample` is called after every sample of both lists. `seed` is recorded, and fixes the split in halves. `recorded`:
+    A held-out sample that comes twice counts once: intervals are over samples that say something of their own. `on_sample` is
+    called after every sample that is measured. `seed` is recorded, and fixes the split in halves. `recorded`:
     more for the provenance, what only the caller knows (e.g. `tokenizer_identity`, a digest of own texts).
 
     Raises ValueError on samples of several lengths or with tokens that the model does not know, FloatingPointError where the
     scores of a sample are not numbers.
     """
+    heldout = distinct(heldout)
     lengths = {len(sample.tokens) for sample in (*samples, *heldout)}
     if not samples or len(lengths) != 1:
         raise ValueError(f"samples must all have one length, found {sorted(lengths) or 'no samples'}")

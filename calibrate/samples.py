@@ -14,7 +14,7 @@ import random
 import re
 import sysconfig
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -109,6 +109,14 @@ class TextSample:
     kind: str
     source: str
     tokens: np.ndarray
+
+
+def distinct(samples: Sequence[TextSample]) -> list[TextSample]:
+    """Without those whose tokens came before: of little text several samples may be the same one."""
+    first: dict[bytes, TextSample] = {}
+    for sample in samples:
+        first.setdefault(sample.tokens.tobytes(), sample)
+    return list(first.values())
 
 
 def calibration_samples(tokenizer: TextTokenizer, count: int, tokens: int, seed: int = 0) -> list[TextSample]:

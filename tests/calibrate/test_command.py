@@ -17,11 +17,13 @@ from calibrate.__main__ import main, parser
 from calibrate.plots import write_pictures
 from calibrate.run import calibrate as run_samples
 from calibrate.run import reached_retention
+from calibrate.samples import heldout_samples
 from models import registry
 from models.registry import DEFAULT_MODEL, LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from tangram_jax.grouping import heads_per_page_for
 from tangram_jax.profile import BudgetProfile
+from tangram_jax.scorers import get_scorer
 
 
 def assert_said(part: str, text: str) -> None:
@@ -117,6 +119,26 @@ def test_heads_per_page_by_default(tiny_model, tmp_path, capsys):
     assert main([*options, "--out", str(tmp_path / "x.npz")]) == 0
     assert "layer, Hp 4" in capsys.readouterr().out
     assert heads_per_page_for(BudgetProfile.load(tmp_path / "x.npz")) == 1
+
+
+def test_shipped_texts_that_are_all_alike_are_told(tiny_model, tmp_path, capsys, monkeypatch):
+    """Of code there are modules alone: samples as long as one begin at its start."""
+    make = calibrate.__main__.calibration_samples
+    same = make(tiny_model.tokenizer, 1, 96) * 3
+    monkeypatch.setattr("calibrate.__main__.calibration_samples", lambda *_: same)
+    options = ["--samples", "3", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--out", str(tmp_path / "p.npz")]) == 0
+    assert "only 1 of 3 samples are different" in " ".join(capsys.readouterr().err.split())
+
+
+def test_heldout_samples_count_once(tiny_model):
+    made = heldout_samples(tiny_model.tokenizer, 3, 96)
+    scorer = get_scorer("snapkv")
+    once, twice = (
+        run_samples(tiny_model.params, tiny_model.config, scorer, made[:1], heldout, retention=0.5)
+        for heldout in (made, [*made, *made[:2], made[0]])
+    )
+    assert len(twice.heldout) == 3 and twice.profile == once.profile
 
 
 def test_samples_longer_than_the_model(tiny_model, tmp_path, capsys):

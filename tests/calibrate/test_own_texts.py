@@ -161,3 +161,22 @@ def test_samples_that_are_all_alike_are_told(tmp_path, monkeypatch, capsys):
         assert main([*options, "--texts", str(place), "--out", str(tmp_path / "p.npz")]) == 0
         err = " ".join(capsys.readouterr().err.split())
         assert ("only 1 of 3 samples are different" in err) == told
+
+
+def test_heldout_samples_that_are_alike_count_once(tmp_path, monkeypatch, capsys):
+    """A short document gave 95% intervals of no width, over 20 samples."""
+    config = tiny_config(num_layers=1)
+    model = LoadedModel(config, random_params(config, 0), TOKENIZER, "tiny")
+    monkeypatch.setattr(registry, "load_model", lambda name, **options: model)
+    rng = np.random.default_rng(0)
+    contents = ["".join(rng.choice(list("abcdef "), 250)) for _ in range(4)]
+    place = write(tmp_path / "own", a_dot_jsonl="\n".join(json.dumps({"text": text}) for text in contents))
+    options = ["--samples", "4", "--heldout", "20", "--sample-tokens", "96", "--method", "snapkv"]
+    assert main([*options, "--texts", str(place), "--out", str(tmp_path / "p.npz")]) == 0
+    said = capsys.readouterr()
+    assert "only 1 of 20 held-out samples are different" in " ".join(said.err.split())
+    assert "against the mean of 1 held-out sample: " in said.out and "95% intervals" not in said.out
+    found = BudgetProfile.load(tmp_path / "p.npz").provenance
+    assert found["heldout_samples"] == 1
+    for name in ("heldout", "heldout_single", "covered", "overflow"):
+        assert np.isnan(found["stability"][name]["low"])
