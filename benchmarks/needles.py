@@ -27,7 +27,12 @@ class Needle:
 
 
 def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
-    """`count` questions of `tokens` tokens (chat format included) or a few less; depths spread to within a sentence."""
+    """`count` questions of `tokens` tokens (chat format included) or a few less; depths spread to within a sentence.
+
+    Raises ValueError where the book is too short for that, or the question alone longer, or there is no chat template.
+    """
+    if count and not tokenizer.has_chat_template:
+        raise ValueError("the model has no chat template to ask in")
     words = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").split()
     return [
         _make_needle(tokenizer, words, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}"))
@@ -52,13 +57,20 @@ def _make_needle(
         at = place(length)
         text = " ".join([*hay[:at], fact, *hay[at:length]])
         rendered = tokenizer.render_chat([{"role": "user", "content": text + asked}], True)
-        before, after = rendered.split(asked)
+        before, found, after = rendered.partition(asked)
+        if not found:
+            raise ValueError("the chat template changes what the user says")
         ids = tokenizer.encode(before, add_special_tokens=False)
         return ids, tokenizer.encode(asked + after, add_special_tokens=False)
 
     low, high = 0, min(len(hay), tokens)
+    if (there := sum(map(len, prompt(high)))) <= tokens:
+        raise ValueError(f"the book ends after {there} tokens: ask for fewer than {tokens}")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sum(map(len, prompt(middle))) <= tokens else (low, middle)
+    if not low:
+        least = sum(map(len, prompt(1)))
+        raise ValueError(f"the question with one word of text has {least} tokens: ask for more than {tokens}")
     context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
     return Needle(context, question, number, place(low) / max(low, 1))

@@ -42,8 +42,9 @@ from benchmarks.needles import Needle, make_needles
 from benchmarks.quality_setup import ANSWER_TOKENS, Setup
 from calibrate import shipped_profile
 from calibrate.run import versions
-from calibrate.samples import heldout_samples
+from calibrate.samples import TextSample, distinct, heldout_samples
 from models.registry import DEFAULT_MODEL, LoadedModel, load_model
+from models.tokenizer import Tokenizer
 from serve.args import ServeConfig
 
 RESAMPLES = 10_000
@@ -111,12 +112,41 @@ def make_setups(
     return [form for x in setups for form in (x, other(x))]
 
 
-def measure_text(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
-    """Appends "nll", "kl" and "kind" of every sample to the setups' results. The first setup is the reference."""
+def check(model: LoadedModel, profile: tj.BudgetProfile, arguments: argparse.Namespace) -> None:
+    """Raises ValueError where the profile is of another model, or prompts would have more tokens than it has positions."""
+    limit = model.config.max_positions
+    shape = (len(model.config.full_layers), model.config.num_kv_heads)
+    if profile.budgets.shape != shape:
+        raise ValueError(
+            f"the profile is for {profile.budgets.shape} (layers, KV heads), {model.name} has {shape}: give another"
+        )
+    if not arguments.needle_only and arguments.context + arguments.continuation > limit:
+        raise ValueError(
+            f"--context and --continuation must be at most {limit} together, the model's positions"
+        )
+    if arguments.needles and arguments.needle_tokens > limit - ANSWER_TOKENS:
+        raise ValueError(
+            f"--needle-tokens must be at most {limit - ANSWER_TOKENS}: with an answer these are the model's positions"
+        )
+
+
+def prompts(model: LoadedModel, arguments: argparse.Namespace) -> tuple[list[TextSample], list[Needle]]:
+    """The samples and questions that are asked for. Raises ValueError where they cannot be made, before hours of work."""
+    tokenizer, seed = model.tokenizer, arguments.seed
     length = arguments.context + arguments.continuation
-    samples = heldout_samples(model.tokenizer, arguments.samples, length, arguments.seed)
+    samples: list[TextSample] = []
+    if not arguments.needle_only:
+        samples = distinct(heldout_samples(tokenizer, arguments.samples, length, seed))
+    try:
+        return samples, make_needles(tokenizer, arguments.needles, arguments.needle_tokens, seed)
+    except ValueError as error:
+        raise ValueError(f"no needles: {error} (write --needles 0 to leave them out)") from error
+
+
+def measure_text(samples: list[TextSample], setups: list[Setup], context_tokens: int) -> None:
+    """Appends "nll", "kl" and "kind" of every sample to the setups' results. The first setup is the reference."""
     for sample in track(samples, "text", console=Console(stderr=True)):
-        context, rest = np.split(sample.tokens, [arguments.context])
+        context, rest = np.split(sample.tokens, [context_tokens])
         reference = None
         for setup in setups:
             setup.start()
@@ -129,16 +159,15 @@ def measure_text(model: LoadedModel, setups: list[Setup], arguments: argparse.Na
                 setup.results.setdefault(key, []).append(value)
 
 
-def measure_needles(model: LoadedModel, setups: list[Setup], arguments: argparse.Namespace) -> None:
+def measure_needles(needles: list[Needle], setups: list[Setup], tokenizer: Tokenizer) -> None:
     """Appends whether each needle was found, under "aware" and "agnostic", to the setups' results."""
-    needles = make_needles(model.tokenizer, arguments.needles, arguments.needle_tokens, arguments.seed)
     for needle in track(needles, "needles", console=Console(stderr=True)):
         for setup in setups:
             for mode, parts in _prompts(needle).items():
                 setup.start()
                 for part in parts:
                     logits = setup.prefill(part)
-                text = model.tokenizer.decode(setup.answer(logits))
+                text = tokenizer.decode(setup.answer(logits))
                 setup.results.setdefault(mode, []).append(needle.answer.lower() in text.lower())
 
 
@@ -150,15 +179,18 @@ def _prompts(needle: Needle) -> dict[str, list[np.ndarray]]:
 
 
 def interval(values: Any, seed: int = 0) -> tuple[float, float, float]:
-    """Mean of `values` f[samples] and its 95% bootstrap interval over samples."""
+    """Mean of `values` f[samples] and its 95% bootstrap interval over samples, NaN where one says nothing of it."""
     values = np.asarray(values, np.float64)
+    if len(values) < 2:
+        return float(values.mean()), np.nan, np.nan
     draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
     return float(values.mean()), float(low), float(high)
 
 
 def _text(values: Any, digits: int = 4) -> str:
-    return "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*interval(values), d=digits)
+    value, low, high = interval(values)
+    return f"{value:.{digits}f}" + ("" if np.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
 
 
 def answered(values: Sequence[float]) -> str:
@@ -176,7 +208,8 @@ def report(setups: list[Setup], arguments: argparse.Namespace, console: Console)
     if "nll" in full:
         count = len(full["nll"])
         table = Table(
-            title=f"{count} held-out samples: {tokens} tokens compressed, the next {arguments.continuation} scored"
+            title=f"{count} held-out sample{'s' * (count > 1)}: {tokens} tokens compressed, "
+            f"the next {arguments.continuation} scored"
         )
         for name in ("budgets", "entries", "bytes", "NLL", "NLL - full KV", "KL(full || this)"):
             table.add_column(name)
@@ -269,23 +302,48 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def main() -> int:
-    arguments = parser().parse_args()
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the options."""
+    sizes = ("context", "continuation", "chunk", "needle_tokens")
+    found = [f"--{name.replace('_', '-')} must be at least 1" for name in sizes if vars(arguments)[name] < 1]
+    if arguments.samples < 1 and not arguments.needle_only:
+        found.append("--samples must be at least 1 (--needle-only leaves them out)")
+    if arguments.needles < arguments.needle_only:
+        found.append(f"--needles must be at least {int(arguments.needle_only)}")
+    if arguments.seed < 0:
+        found.append("--seed must not be negative")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status, 2 for what cannot be measured."""
+    options = parser()
+    arguments = options.parse_args(argv)
+    if found := problems(arguments):
+        options.error("; ".join(found))
     path = arguments.profile or shipped_profile(arguments.model)
     if path is None:
         print(f"no profile is shipped for {arguments.model}: give --profile FILE", file=sys.stderr)
         return 2
-    profile = tj.BudgetProfile.load(path)
-    if arguments.retention:
-        profile = replace(profile, retention=arguments.retention)
-    model = load_model(arguments.model)
+    try:
+        profile = tj.BudgetProfile.load(path)
+        if arguments.retention is not None:
+            profile = replace(profile, retention=arguments.retention)
+        model = load_model(arguments.model)
+        check(model, profile, arguments)
+        samples, needles = prompts(model, arguments)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.quality: {error}", file=sys.stderr)
+        return 2
     in_fp8 = load_model(arguments.model, quantization=FP8[arguments.fp8]) if arguments.fp8 else None
     setups = make_setups(model, profile, arguments, in_fp8)
-    parts = [] if arguments.needle_only else [measure_text]
-    parts += [measure_needles] if arguments.needles else []
-    for measure in parts:
-        measure(model, setups, arguments)
-        if arguments.out:  # after each part: a run that is cut short keeps the first
+    if samples:
+        measure_text(samples, setups, arguments.context)
+        if arguments.out:  # a run that is cut short keeps the first part
+            save(arguments.out, setups, arguments, profile)
+    if needles:
+        measure_needles(needles, setups, model.tokenizer)
+        if arguments.out:
             save(arguments.out, setups, arguments, profile)
     report(setups, arguments, Console(width=150))
     return 0

@@ -100,7 +100,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status.
 
-    2 for bad options, like argparse, and for want of memory; 1 where not all files are where they were asked for; 130 if interrupted.
+    2 for bad options, like argparse, and for want of memory; 1 where not all files are where they were asked for; 130 if
+    interrupted.
     """
     arguments = parser().parse_args(argv)
     console = Console(stderr=True)
@@ -195,9 +196,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     return 0 if saved == arguments.out else 1
 
 
-def _told_apart(
-    samples: list[TextSample], heldout: list[TextSample], console: Console
-) -> list[TextSample]:
+def _told_apart(samples: list[TextSample], heldout: list[TextSample], console: Console) -> list[TextSample]:
     """The held-out samples that are different; says so where some are not, or most of the others."""
 
     def warn(different: int, given: list[TextSample], kind: str, what: str) -> None:

@@ -51,9 +51,9 @@ def calibrate(
 ) -> Calibration:
     """Budgets of every head from `samples`, checked on `heldout`; all samples must have the same number of tokens.
 
-    A held-out sample that comes twice counts once: intervals are over samples that say something of their own. `on_sample` is
-    called after every sample that is measured. `seed` is recorded, and fixes the split in halves. `recorded`:
-    more for the provenance, what only the caller knows (e.g. `tokenizer_identity`, a digest of own texts).
+    A held-out sample that comes twice counts once, as intervals are over different ones. `on_sample` is called after every
+    sample that is measured. `seed` is recorded, and fixes the split in halves. `recorded`: more for the provenance, what
+    only the caller knows (e.g. `tokenizer_identity`, a digest of own texts).
 
     Raises ValueError on samples of several lengths or with tokens that the model does not know, FloatingPointError where the
     scores of a sample are not numbers.

@@ -231,7 +231,9 @@ def test_no_room_for_a_sample_is_told(tiny_model, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("calibrate.__main__.calibrate", failing)
     command = ["--sample-tokens", "64", "--option", "window=10", "--out", str(tmp_path / "p.npz")]
     assert main(command) == 2
-    assert_said("Out of memory allocating 8 bytes. Write a smaller --sample-tokens, ", capsys.readouterr().err)
+    assert_said(
+        "Out of memory allocating 8 bytes. Write a smaller --sample-tokens, ", capsys.readouterr().err
+    )
     with pytest.raises(JaxRuntimeError, match="lost"):
         main(command)
     assert not list(tmp_path.iterdir())
