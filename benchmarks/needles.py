@@ -10,6 +10,10 @@ import numpy as np
 
 from calibrate.samples import CITIES, TEXTS
 from models.tokenizer import Tokenizer
+from serve.harmony_prompt import beginning_of
+from serve.thoughts import END, START
+from serve.tool_formats import HARMONY
+from serve.tool_prompt import ToolSupport
 
 BOOK = "persuasion"
 FACT = "The secret key of the {city} office is {number}."
@@ -29,19 +33,23 @@ class Needle:
 def make_needles(tokenizer: Tokenizer, count: int, tokens: int, seed: int = 0) -> list[Needle]:
     """`count` questions of `tokens` tokens (chat format included) or a few less; depths spread to within a sentence.
 
+    The answer is to begin at once, as thoughts would take all the tokens that there are for it.
     Raises ValueError where the book is too short for that, or the question alone longer, or there is no chat template.
     """
     if count and not tokenizer.has_chat_template:
         raise ValueError("the model has no chat template to ask in")
+    harmony = ToolSupport.of(tokenizer).harmony
     words = (TEXTS / "heldout" / f"{BOOK}.txt").read_text(encoding="utf-8").split()
     return [
-        _make_needle(tokenizer, words, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}"))
+        _make_needle(
+            tokenizer, harmony, words, tokens, (index + 0.5) / count, random.Random(f"needle/{seed}/{index}")
+        )
         for index in range(count)
     ]
 
 
 def _make_needle(
-    tokenizer: Tokenizer, words: list[str], tokens: int, depth: float, rng: random.Random
+    tokenizer: Tokenizer, harmony: bool, words: list[str], tokens: int, depth: float, rng: random.Random
 ) -> Needle:
     """Sized by binary search on real token counts, to within a word; the fact follows the sentence end next to `depth`."""
     city, number = rng.choice(CITIES["heldout"]), str(rng.randint(10_000, 99_999))
@@ -56,8 +64,9 @@ def _make_needle(
     def prompt(length: int) -> tuple[list[int], list[int]]:
         at = place(length)
         text = " ".join([*hay[:at], fact, *hay[at:length]])
-        rendered = tokenizer.render_chat([{"role": "user", "content": text + asked}], True)
-        before, found, after = rendered.partition(asked)
+        messages = [{"role": "user", "content": text + asked}]
+        rendered = tokenizer.render_chat(messages, True, enable_thinking=False)
+        before, found, after = (rendered + _to_answer(rendered, harmony)).partition(asked)
         if not found:
             raise ValueError("the chat template changes what the user says")
         ids = tokenizer.encode(before, add_special_tokens=False)
@@ -74,3 +83,10 @@ def _make_needle(
         raise ValueError(f"the question with one word of text has {least} tokens: ask for more than {tokens}")
     context, question = (np.asarray(ids, np.int32) for ids in prompt(low))
     return Needle(context, question, number, place(low) / max(low, 1))
+
+
+def _to_answer(prompt: str, harmony: bool) -> str:
+    """What leads from the end of a prompt to the answer itself: past the thoughts that some templates open regardless."""
+    if harmony:
+        return HARMONY.answer if beginning_of(prompt) == "possible" else ""
+    return f"\n{END}\n\n" if prompt.rstrip().endswith(START) else ""

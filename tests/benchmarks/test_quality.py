@@ -10,6 +10,8 @@ from benchmarks.needles import make_needles
 from models.registry import LoadedModel
 from models.testing import random_params, tiny_config, tiny_tokenizer
 from tangram_jax.profile import BudgetProfile
+from tests.serve.harmony_template import harmony_tokenizer
+from tests.serve.thought_templates import thought_tokenizer
 
 CONFIG = tiny_config(num_layers=1)
 PARAMS = random_params(CONFIG, 0)
@@ -78,7 +80,9 @@ def test_a_model_without_a_chat_template_has_no_needles(command, unmeasured, mon
     """It was found after hours of measuring text, which were lost."""
     monkeypatch.setattr(type(command.tokenizer), "has_chat_template", False)
     assert command() == 2
-    assert "no needles: the model has no chat template to ask in (write --needles 0" in capsys.readouterr().err
+    assert (
+        "no needles: the model has no chat template to ask in (write --needles 0" in capsys.readouterr().err
+    )
 
 
 def test_a_profile_of_another_model(command, unmeasured, tmp_path, capsys):
@@ -95,3 +99,22 @@ def test_needles_have_the_size_that_is_asked_for():
         assert f"office is {needle.answer}." in text
     with pytest.raises(ValueError, match=r"the book ends after \d+ tokens: ask for fewer than 500000"):
         make_needles(tokenizer, 4, 500_000)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ending"),
+    [
+        (thought_tokenizer("qwen"), "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        (thought_tokenizer("r1 special"), "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        (harmony_tokenizer(), "<|start|>assistant<|channel|>final<|message|>"),
+        (tiny_tokenizer(), "<|im_start|>assistant\n"),
+    ],
+    ids=["qwen", "r1", "harmony", "none"],
+)
+def test_a_needle_is_answered_without_thoughts(tokenizer, ending):
+    """Of 24 tokens thoughts left none, and every budget found nothing."""
+    (needle,) = make_needles(tokenizer, 1, 600)
+    text = tokenizer.decode(needle.question.tolist(), skip_special_tokens=False)
+    assert text.split("number only.")[1].partition("assistant")[2] == ending.partition("assistant")[2]
+    assert text.endswith(ending)
+    assert len(needle.context) + len(needle.question) <= 600
