@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from calibrate.dates import dated
 from calibrate.samples import CITIES, TEXTS
 from models.tokenizer import Tokenizer
 from serve.harmony_prompt import beginning_of
@@ -56,6 +57,7 @@ def _make_needle(
     ends = [0, *(i + 1 for i, word in enumerate(words) if re.search(r"[.!?][\"”’]?$", word))]
     start = ends[rng.randrange(len(ends) // 2)]
     hay, ends = words[start:], [end - start for end in ends if end >= start]
+    options = dated(tokenizer.chat_template())
     fact, asked = FACT.format(city=city, number=number), QUESTION.format(city=city)
 
     def place(length: int) -> int:
@@ -65,7 +67,7 @@ def _make_needle(
         at = place(length)
         text = " ".join([*hay[:at], fact, *hay[at:length]])
         messages = [{"role": "user", "content": text + asked}]
-        rendered = tokenizer.render_chat(messages, True, enable_thinking=False)
+        rendered = tokenizer.render_chat(messages, True, enable_thinking=False, **options)
         before, found, after = (rendered + _to_answer(rendered, harmony)).partition(asked)
         if not found:
             raise ValueError("the chat template changes what the user says")

@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from calibrate.dates import dated
+
 Split = Literal["calibration", "heldout"]
 
 TEXTS = Path(__file__).parent / "texts"
@@ -96,6 +98,7 @@ class TextTokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool: ...
+    def chat_template(self, with_tools: bool = False) -> str | None: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
@@ -154,19 +157,22 @@ def _sample(split: Split, tokenizer: TextTokenizer, tokens: int, seed: int, inde
 def chat_tokens(tokenizer: TextTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """Token ids of a conversation by the model's template, or as a text if it has none.
 
-    What a template that takes no message of the system is told by one goes before the first one of the user. Raises
-    ValueError where it takes the conversation in neither form.
+    Where it says today's date it says `dates.DATE`. What a template that takes no message of the system is told by one goes
+    before the first one of the user. Raises ValueError where it takes the conversation in neither form.
     """
     if not tokenizer.has_chat_template:
         return tokenizer.encode("\n\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages))
+    options = dated(tokenizer.chat_template())
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=False, **options)
     except ValueError as error:
         system, *rest = messages
         try:
             if system["role"] == "system" and rest and rest[0]["role"] == "user":
                 first = rest[0] | {"content": f"{system['content']}\n\n{rest[0]['content']}"}
-                return tokenizer.apply_chat_template([first, *rest[1:]], add_generation_prompt=False)
+                return tokenizer.apply_chat_template(
+                    [first, *rest[1:]], add_generation_prompt=False, **options
+                )
         except ValueError:
             pass  # it has something else against it
         raise ValueError(

@@ -7,7 +7,7 @@ import pytest
 
 import calibrate.samples as samples
 from calibrate.samples import MIX, calibration_samples, chat_tokens, heldout_samples
-from models.testing import tiny_tokenizer
+from models.testing import TINY_CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,22 @@ def test_a_template_that_takes_no_system_message():
         chat_tokens(tokenizer, messages)
     with pytest.raises(ValueError, match="System role not supported"):
         chat_tokens(tokenizer, [{"role": "system", "content": "x"}, *messages])
+
+
+@pytest.mark.parametrize(
+    "saying",
+    [
+        "{%- if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }} ",
+        "{% macro system() %}\n{{ strftime_now('%Y-%m-%d') }} {% endmacro %}\n{{ system() }}",
+        "  {% if true %}\n{{ strftime_now('%-d %B %Y, %H:%M') }} {% endif %}",
+    ],
+)
+@pytest.mark.parametrize("template", [NO_SYSTEM, TINY_CHAT_TEMPLATE], ids=["no system", "chat"])
+def test_a_template_that_says_the_date_says_the_same_on_every_day(saying, template):
+    """As those of Llama 3.2, GPT-OSS and SmolLM3: a profile depended on the day, and later on it could not be stamped."""
+    chat = heldout_samples(tiny_tokenizer(chat_template=saying + template), 2, 500)[1]
+    text = tiny_tokenizer().decode(chat.tokens.tolist())
+    assert text.startswith(("26 Jul 2024 ", "2024-07-26 ", "26 July 2024, 00:00 "))
 
 
 def test_without_a_chat_template(tokenizer, monkeypatch):
