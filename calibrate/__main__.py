@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,14 @@ from rich.table import Table
 from calibrate.identity import tokenizer_identity
 from calibrate.measure import SINKS, aside
 from calibrate.own_texts import OwnTexts
+from calibrate.places import conflicts, save, unwritable
 from calibrate.run import Calibration, calibrate, reached_retention
 from calibrate.samples import TextSample, calibration_samples, distinct, heldout_samples
 from models.overrides import parse_overrides
 from tangram_jax.grouping import most_heads_per_page
-from tangram_jax.profile import BudgetProfile
 from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 
 REPORT_TOKENS = 4096
-WRITTEN_BYTES = 2**20  # what must fit where files go: more than most profiles, and than the pictures
 OUT_OF_MEMORY = "Write a smaller --sample-tokens, --dtype bfloat16 or --quantization fp8"
 # Offline a wide window of queries costs nothing, and it sees what more of the future will look at.
 DEFAULT_METHOD = "kv_compress"
@@ -180,7 +178,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     except (ValueError, FloatingPointError) as error:
         console.print(f"calibrate: {error}", style="red", markup=False)
         return 2
-    saved = _save(result.profile, arguments.out, console)
+    saved = save(result.profile, arguments.out, console)
     _report(result, Console(), heads_per_page)
     if saved is not None:
         print(f"wrote {saved}")
@@ -214,25 +212,6 @@ def _told_apart(samples: list[TextSample], heldout: list[TextSample], console: C
     return apart
 
 
-def _save(profile: BudgetProfile, out: Path, console: Console) -> Path | None:
-    """Where the profile is: in `out`, or else in the directory for temporary files; None where nothing can be written."""
-    try:
-        profile.save(out)
-        return out
-    except OSError as error:
-        console.print(f"calibrate: {out} cannot be written: {error}", style="red", markup=False)
-    try:
-        spare = Path(tempfile.mkdtemp(prefix="calibrate-")) / out.name
-        profile.save(spare)
-    except OSError as error:
-        console.print(f"calibrate: the profile is lost: {error}", style="red", markup=False)
-        return None
-    console.print(
-        f"calibrate: the profile is in {spare} instead: move it", style="red", markup=False, soft_wrap=True
-    )
-    return spare
-
-
 def _scorer(method: str, options: Sequence[str]) -> Scorer:
     """The scorer with its calibration defaults and the given NAME=VALUE options."""
     values = dict(DEFAULT_OPTIONS.get(method.lower().replace("-", "_"), {}))
@@ -255,27 +234,10 @@ def _validate(arguments: argparse.Namespace) -> None:
         (arguments.seed >= 0, "--seed must not be negative"),
         (0 <= arguments.alpha < float("inf"), "--alpha must be a finite number >= 0"),
         (getattr(arguments, "heads_per_page", 1) >= 1, "--heads-per-page must be at least 1"),
-        (not arguments.out.is_dir(), f"--out must be a file, {arguments.out} is a directory"),
-        (
-            not arguments.out.exists() or arguments.out.is_dir() or arguments.out.is_file(),
-            f"--out must be a file, {arguments.out} is none and would be replaced",
-        ),
     )
     problems = [message for good, message in checks if not good]
-    # Now, not after hours of work.
-    for flag, folder in (("--out", arguments.out.parent), ("--plots", arguments.plots)):
-        if folder is None or problems:
-            continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problems.append(f"{flag}: {folder} cannot be made: {error.strerror}")
-            continue
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(WRITTEN_BYTES))
-        except OSError as error:
-            problems.append(f"{flag}: {folder} cannot be written to: {error.strerror}")
+    problems += conflicts(arguments.out, arguments.plots)
+    problems = problems or unwritable(arguments.out, arguments.plots)  # now, not after hours of work
     if problems:
         raise ValueError("; ".join(problems))
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from tangram_jax.plan import CachePlan, Cluster
 from tangram_jax.profile import BudgetProfile
 
+PICTURES = ("retention.png", "budgets.png", "groups.png")
 MARKERS = "osD^vP*X"
 ORDER: tuple[Cluster, ...] = ("adjacent", "layer", "model")  # from the baseline to the tightest
 
@@ -24,13 +25,9 @@ def write_pictures(
     """Writes retention.png, budgets.png and groups.png (each under 200 kB or so) and returns their paths."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "retention.png": retention_figure(profile),
-        "budgets.png": budgets_figure(profile),
-        "groups.png": groups_figure(profile, heads_per_page),
-    }
+    figures = (retention_figure(profile), budgets_figure(profile), groups_figure(profile, heads_per_page))
     paths = []
-    for name, figure in figures.items():
+    for name, figure in zip(PICTURES, figures, strict=True):
         paths.append(directory / name)
         # No creation time or version inside, so that equal profiles give equal files.
         figure.savefig(paths[-1], dpi=110, metadata={"Software": None})

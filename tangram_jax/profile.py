@@ -6,10 +6,12 @@ value. It does not know how positions are scored or how heads are grouped into p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -166,12 +168,15 @@ class BudgetProfile:
             "provenance": dict(self.provenance),
         }
         header["digest"] = _file_digest(header, arrays)
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path)  # a link to itself is an error here, and no two versions of Python resolve it alike
         target = Path(path).resolve()  # of a link the file that it leads to
         if target.exists() and not target.is_file():
             raise OSError(f"{path} is no file, and would be replaced: give another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside it first: whatever happens while it is written, an earlier profile stays whole.
-        beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        # Its name must not be too long where that of the profile is not.
+        beside = target.with_name(f"{target.name[:32]}.{secrets.token_hex(4)}.tmp")
         try:
             with open(beside, "wb") as file:  # a file object, because np.savez renames paths without .npz
                 np.savez_compressed(file, header=np.array(json.dumps(header, sort_keys=True)), **arrays)  # type: ignore[arg-type]

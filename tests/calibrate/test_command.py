@@ -166,6 +166,33 @@ def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsy
     )
 
 
+def test_places_that_are_no_file_are_told_before_the_work(tmp_path, capsys):
+    """Each was found after the work, two with the profile lost."""
+    (tmp_path / "loop.npz").symlink_to(tmp_path / "loop.npz")
+    (tmp_path / "away.npz").symlink_to("/proc/nowhere/x.npz")
+    for out, plots, part in (
+        ("loop.npz", None, f"--out: {tmp_path}/loop.npz cannot be written to: {os.strerror(errno.ELOOP)}"),
+        ("p.npz", "loop.npz", f"--plots: {tmp_path}/loop.npz cannot be written to"),
+        ("away.npz", None, "--out: /proc/nowhere cannot be made"),
+        ("same", "same", f"--plots: {tmp_path}/same is the file of --out or below it"),
+        ("p.npz", "p.npz/plots", "plots is the file of --out or below it"),
+        ("plots/groups.png", "plots", "would be replaced by the picture of that name"),
+        ("x" * 256, None, os.strerror(errno.ENAMETOOLONG)),
+        ("new/" + "x" * 256, None, os.strerror(errno.ENAMETOOLONG)),
+    ):
+        command = ["--out", f"{tmp_path}/{out}"] + (["--plots", f"{tmp_path}/{plots}"] if plots else [])
+        assert main(command) == 2
+        assert_said(part, capsys.readouterr().err)
+
+
+def test_the_longest_name(tiny_model, tmp_path):
+    """That of the file it is written to first was longer than a name may be."""
+    out = tmp_path / ("é" * 125 + ".npz")
+    options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "keydiff"]
+    assert main([*options, "--out", str(out)]) == 0
+    assert list(tmp_path.iterdir()) == [out] and BudgetProfile.load(out).num_layers == 4
+
+
 def test_a_full_disk_is_told_before_the_work(tmp_path, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))
@@ -195,7 +222,7 @@ def test_what_was_measured_is_kept_where_its_place_has_gone(tiny_model, tmp_path
     monkeypatch.setattr("calibrate.__main__.calibrate", then_gone)
     options = ["--samples", "2", "--heldout", "0", "--sample-tokens", "96", "--method", "snapkv"]
     assert main([*options, "--out", str(out), "--plots", str(plots)]) == 1
-    (kept,) = spare.glob("calibrate-*/p.npz")
+    (kept,) = spare.glob("calibrate-*/profile.npz")
     assert BudgetProfile.load(kept) == measured[0].profile
     said = capsys.readouterr()
     for part in (

@@ -106,6 +106,11 @@ def test_a_save_goes_to_the_file_that_a_link_leads_to_and_replaces_nothing_else(
     with pytest.raises(OSError, match="is no file, and would be replaced"):
         profile.save(pipe)
     assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"real", "link", "pipe"}
+    real.unlink()
+    real.symlink_to(link)
+    with pytest.raises(OSError, match="symbolic links"):  # not Python's RuntimeError
+        profile.save(link)
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "pipe"}
 
 
 def test_a_save_that_fails_leaves_the_earlier_file_and_nothing_else(tmp_path, monkeypatch):
