@@ -41,7 +41,7 @@ from calibrate.drift import (
     judge,
     overflow,
 )
-from calibrate.measure import calibrate_ratios
+from calibrate.measure import calibrate_ratios, recorded_aside
 from calibrate.run import versions
 from calibrate.samples import MIX
 from models.registry import DEFAULT_MODEL, load_model
@@ -56,14 +56,9 @@ LEVELS = (0.01, 0.05, 0.2, 0.5)
 def measure(model: Any, profile: BudgetProfile, heldout: int, others: int) -> dict[str, np.ndarray]:
     """f32[count, L, K] by kind of input, measured as `profile` was; "seconds" f64[] is the median of a sample."""
     found = profile.provenance
-    run = jax.jit(
-        partial(
-            calibrate_ratios,
-            config=model.config,
-            scorer=get_scorer(found["method"], **found["method_options"]),
-            retention=profile.retention,
-        )
-    )
+    scorer = get_scorer(found["method"], **found["method_options"])
+    how = {"config": model.config, "scorer": scorer, "retention": profile.retention}
+    run = jax.jit(partial(calibrate_ratios, **how, **recorded_aside(found, scorer)))
     out, seconds = {}, []
     for kind, tokens in inputs(model.tokenizer, found["sample_tokens"], heldout, others).items():
         shares = []

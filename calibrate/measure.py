@@ -6,6 +6,8 @@ score it as one chunk. This does not know about budgets or pages.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,20 @@ WINDOW = 32
 def aside(scorer: Scorer) -> int:
     """How many of a sample's last positions are not ranked."""
     return max(WINDOW, scorer.query_rows or 0)
+
+
+def recorded_aside(provenance: Mapping[str, Any], scorer: Scorer) -> dict[str, int]:
+    """`sinks` and `window` of `calibrate_ratios` with which a profile was measured: today's where it does not say.
+
+    Raises ValueError or TypeError for what is no number of tokens.
+    """
+    found = {}
+    for name, default in (("sinks", SINKS), ("window", aside(scorer))):
+        said = provenance.get(name)
+        found[name] = default if said is None else operator.index(said)
+        if found[name] < 0:
+            raise ValueError(f"{name} of {said} tokens")
+    return found
 
 
 def calibrate_ratios(

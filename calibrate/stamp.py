@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibrate.identity import tokenizer_identity, weights_identity
-from calibrate.measure import SINKS, aside, calibrate_ratios
+from calibrate.measure import calibrate_ratios, recorded_aside
 from calibrate.samples import calibration_samples
 from models.registry import load_model
 from tangram_jax.profile import BudgetProfile
@@ -38,7 +38,8 @@ def stamped(profile: BudgetProfile, model: Any) -> BudgetProfile:
     try:
         scorer = get_scorer(str(found["method"]), **found["method_options"])
         tokens, seed = int(found["sample_tokens"]), int(found["seed"])
-        if tokens <= SINKS + aside(scorer):
+        not_ranked = recorded_aside(found, scorer)
+        if tokens <= sum(not_ranked.values()):
             raise ValueError(f"samples of {tokens} tokens")
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
@@ -46,7 +47,7 @@ def stamped(profile: BudgetProfile, model: Any) -> BudgetProfile:
         ) from error
     (sample,) = calibration_samples(model.tokenizer, 1, tokens, seed)
     again = calibrate_ratios(
-        model.params, model.config, jnp.asarray(sample.tokens), scorer, profile.retention
+        model.params, model.config, jnp.asarray(sample.tokens), scorer, profile.retention, **not_ranked
     )
     off = float(np.abs(np.asarray(again) - profile.ratios[0]).max())
     if not off <= TOLERANCE:

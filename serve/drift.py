@@ -33,7 +33,7 @@ from calibrate.drift import (
     judge,
     overflow,
 )
-from calibrate.measure import QUERY_BLOCK, SINKS, aside, calibrate_shares
+from calibrate.measure import QUERY_BLOCK, SINKS, calibrate_shares, recorded_aside
 from models.config import ModelConfig
 from serve.args import ConfigError
 from serve.request import DriftStats
@@ -53,6 +53,8 @@ class Recipe:
     scorer: Scorer
     tokens: int
     retention: float
+    sinks: int = SINKS
+    window: int | None = None
 
     @classmethod
     def of(cls, profile: BudgetProfile, max_model_len: int) -> Recipe:
@@ -66,7 +68,8 @@ class Recipe:
         try:
             scorer = get_scorer(str(found["method"]), **found.get("method_options", {}))
             tokens = int(found["sample_tokens"])
-            if tokens <= (least := SINKS + aside(scorer)):
+            not_ranked = recorded_aside(found, scorer)
+            if tokens <= (least := sum(not_ranked.values())):
                 raise ValueError(f"samples of {tokens} tokens, of which {least} are not ranked")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
@@ -78,7 +81,7 @@ class Recipe:
                 f"--drift-interval: the profile's samples have {tokens} tokens, more than a prompt can have here "
                 f"({max_model_len - 1}): leave the option out, or calibrate with --sample-tokens {max_model_len // 2}"
             )
-        return cls(scorer=scorer, tokens=tokens, retention=profile.retention)
+        return cls(scorer=scorer, tokens=tokens, retention=profile.retention, **not_ranked)
 
 
 def measuring_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
@@ -108,7 +111,14 @@ class DriftMonitor:
         self._budgets = plan.group_budgets[plan.group_of]  # in service, where a request asks for nothing else
         retentions = (recipe.retention,) if served == recipe.retention else (recipe.retention, served)
         self._measure = jax.jit(
-            partial(calibrate_shares, config=config, scorer=recipe.scorer, retentions=retentions)
+            partial(
+                calibrate_shares,
+                config=config,
+                scorer=recipe.scorer,
+                retentions=retentions,
+                sinks=recipe.sinks,
+                window=recipe.window,
+            )
         )
         self._calibrated: np.ndarray | None = None  # budgets by the samples
         self._calibration: np.ndarray | None = None  # overflow of each sample

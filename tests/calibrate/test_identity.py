@@ -11,6 +11,7 @@ import pytest
 
 from calibrate import stamp
 from calibrate.identity import compare_weights, tokenizer_identity, weights_identity
+from calibrate.measure import calibrate_ratios
 from calibrate.run import calibrate
 from calibrate.samples import calibration_samples
 from models.registry import LoadedModel, load_model
@@ -139,3 +140,22 @@ def test_an_older_profile_is_stamped_only_for_the_model_that_it_was_measured_on(
     BudgetProfile.uniform(2, 4, 0.5).save(path)
     assert stamp.main([str(path), "--model", "tiny"]) == 2
     assert "only a profile from `python -m calibrate`" in capsys.readouterr().err
+
+
+def test_a_profile_with_sinks_and_a_window_of_its_own_is_stamped():
+    model = LoadedModel(CONFIG, PARAMS, tiny_tokenizer(), "tiny")
+    (sample,) = calibration_samples(model.tokenizer, 1, 48)
+    ratios = calibrate_ratios(PARAMS, CONFIG, sample.tokens, get_scorer("keydiff"), 0.5, sinks=0, window=9)
+    found = {
+        "method": "keydiff",
+        "method_options": {},
+        "sample_tokens": 48,
+        "seed": 0,
+        "sinks": 0,
+        "window": 9,
+    }
+    profile = BudgetProfile.from_ratios(ratios[None], 0.5, provenance=found)
+    assert "weights" in stamp.stamped(profile, model).provenance
+    for fault, part in ({"window": None}, "other shares"), ({"sinks": 40}, "does not say how it was measured"):
+        with pytest.raises(ValueError, match=part):
+            stamp.stamped(dataclasses.replace(profile, provenance=found | fault), model)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from calibrate.drift import LEAST, WINDOW, grouped, overflow
+from calibrate.measure import calibrate_ratios
 from calibrate.run import calibrate
 from calibrate.samples import TextSample
 from models.registry import LoadedModel
@@ -115,6 +116,24 @@ def test_a_sample_of_calibration_measures_as_it_did_then(profile):
     assert stats.overflow == pytest.approx(overflow(profile.ratios[:3], budgets).mean())
     assert stats.measured_total == 3 and stats.statistic is None and not stats.alarm
     assert set(stats.layer_overflow) == {0, 1}
+
+
+def test_a_sample_measures_alike_with_sinks_and_a_window_of_its_own(profile):
+    """Those of today were taken whatever the profile said, and the alarm was for ever on."""
+    scorer = get_scorer("snapkv", window=16)
+    ratios = calibrate_ratios(PARAMS, CONFIG, SAMPLES[0].tokens, scorer, 0.4, sinks=0, window=20)
+    provenance = {**profile.provenance, "sinks": 0, "window": 20}
+    monitor = monitor_of(BudgetProfile.from_ratios(np.stack([ratios] * 20), 0.4, provenance=provenance))
+    monitor.warm_up(PARAMS)
+    monitor.measure(SAMPLES[0].tokens)
+    np.testing.assert_array_equal(monitor._comparable[0], np.asarray(ratios, np.float64))
+    for fault in ({"sinks": -1}, {"window": 64}, {"window": "wide"}):
+        with pytest.raises(ConfigError, match="does not say how it was measured"):
+            Recipe.of(dataclasses.replace(profile, provenance={**provenance, **fault}), 256)
+    default = Recipe.of(
+        dataclasses.replace(profile, provenance={"method": "snapkv", "sample_tokens": 64}), 256
+    )
+    assert (default.sinks, default.window) == (4, 32)
 
 
 def test_overflow_is_of_budgets_in_service(profile):
