@@ -27,7 +27,22 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
     """
     shape = (len(model.full_layers), model.num_kv_heads)
     path = Path(config.profile) if config.profile else shipped_profile(name)
-    if path is None:
+    profile = BudgetProfile.load(path) if path else None
+    if profile is not None and profile.budgets.shape != shape:
+        if config.profile:
+            raise ConfigError(
+                f"--profile {path} is for {profile.budgets.shape} (layers, KV heads), {name} has {shape}: "
+                f"calibrate one with `python -m calibrate --model {name} --out FILE`"
+            )
+        log.warning(
+            "The profile that is shipped for a model of the name of %s is left out: it is for %s (layers, KV heads), this "
+            "one has %s",
+            name,
+            profile.budgets.shape,
+            shape,
+        )
+        profile = None
+    if profile is None:
         if config.retention is None:
             log.warning(
                 "No profile for %s: keeping the full KV cache. Make one with `python -m calibrate --model %s "
@@ -36,12 +51,6 @@ def choose_profile(config: ServeConfig, model: ModelConfig, name: str) -> Budget
                 name,
             )
         return BudgetProfile.uniform(*shape, config.retention or 1.0)
-    profile = BudgetProfile.load(path)
-    if profile.budgets.shape != shape:
-        raise ConfigError(
-            f"--profile {path} is for {profile.budgets.shape} (layers, KV heads), {name} has {shape}: "
-            f"calibrate one with `python -m calibrate --model {name} --out FILE`"
-        )
     made_for = str(profile.provenance.get("model", ""))
     if config.profile and made_for and _short(made_for) != _short(name):
         log.warning(

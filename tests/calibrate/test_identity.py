@@ -156,6 +156,9 @@ def test_a_profile_with_sinks_and_a_window_of_its_own_is_stamped():
     }
     profile = BudgetProfile.from_ratios(ratios[None], 0.5, provenance=found)
     assert "weights" in stamp.stamped(profile, model).provenance
-    for fault, part in ({"window": None}, "other shares"), ({"sinks": 40}, "does not say how it was measured"):
+    for fault, part in (
+        ({"window": None}, "other shares"),
+        ({"sinks": 40}, "does not say how it was measured"),
+    ):
         with pytest.raises(ValueError, match=part):
             stamp.stamped(dataclasses.replace(profile, provenance=found | fault), model)

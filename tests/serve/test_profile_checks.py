@@ -8,7 +8,7 @@ from models.config import RopeScaling
 from models.registry import LoadedModel
 from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
-from serve.args import ServeConfig
+from serve.args import ConfigError, ServeConfig
 from serve.profiles import check_provenance, choose_profile
 from tangram_jax.profile import BudgetProfile
 
@@ -122,3 +122,16 @@ def test_frequencies_that_are_no_numbers_are_others(frequencies, tmp_path, caplo
     profile.save(tmp_path / "p.npz")
     choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), config, "tiny")
     assert ["other RoPE frequencies" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_shipped_profile_of_another_shape_is_left_out(tmp_path, caplog):
+    """A pruned model in a directory named like the default one could not be served, whatever the options."""
+    name = "/pruned/SmolLM2-135M-Instruct"
+    assert choose_profile(ServeConfig(), CONFIG, name) == BudgetProfile.uniform(2, 4, 1.0)
+    left_out, full = [record.getMessage() for record in caplog.records]
+    assert "it is for (30, 3) (layers, KV heads), this one has (2, 4)" in left_out
+    assert f"No profile for {name}: keeping the full KV cache" in full
+    assert choose_profile(ServeConfig(retention=0.5), CONFIG, name) == BudgetProfile.uniform(2, 4, 0.5)
+    BudgetProfile.uniform(30, 3, 0.5).save(tmp_path / "p.npz")
+    with pytest.raises(ConfigError, match=r"is for \(30, 3\)"):
+        choose_profile(ServeConfig(profile=str(tmp_path / "p.npz")), CONFIG, name)
