@@ -131,7 +131,8 @@ def _draw_groups(axes: Axes, plan: CachePlan, profile: BudgetProfile) -> None:
 
 def _title(profile: BudgetProfile) -> str:
     known = [str(profile.provenance[key]) for key in ("model", "method") if key in profile.provenance]
-    return ", ".join([*known, f"retention {profile.retention:g}"])
+    # Two dollars would make a formula of what is between them.
+    return ", ".join([*known, f"retention {profile.retention:g}"]).replace("$", r"\$")
 
 
 def _width(items: int) -> float:

@@ -1,5 +1,6 @@
 """`python -m calibrate` from options to files, on the tiny model; and the profiles that are shipped."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ from jax.errors import JaxRuntimeError
 
 import calibrate
 from calibrate.__main__ import main, parser
-from calibrate.plots import write_pictures
+from calibrate.plots import _title, write_pictures
 from calibrate.run import calibrate as run_samples
 from calibrate.run import reached_retention
 from calibrate.samples import heldout_samples
@@ -296,6 +297,12 @@ def test_a_tokenizer_of_another_model_is_told_before_the_work(tiny_model, tmp_pa
 def test_pictures_go_where_a_string_says(tmp_path):
     paths = write_pictures(BudgetProfile.uniform(2, 4, 0.5), str(tmp_path / "plots"))
     assert [path.is_file() for path in paths] == [True] * 3
+
+
+def test_pictures_of_a_model_with_dollars_in_its_name(tmp_path):
+    profile = dataclasses.replace(BudgetProfile.uniform(2, 4, 0.5), provenance={"model": "a$b_{$c"})
+    assert len(write_pictures(profile, tmp_path)) == 3
+    assert _title(profile) == r"a\$b_{\$c, retention 0.5"
 
 
 def test_shipped_profile_of_the_default_model():
