@@ -57,8 +57,8 @@ def measure(model: Any, profile: BudgetProfile, heldout: int, others: int) -> di
     """f32[count, L, K] by kind of input, measured as `profile` was; "seconds" f64[] is the median of a sample."""
     found = profile.provenance
     scorer = get_scorer(found["method"], **found["method_options"])
-    how = {"config": model.config, "scorer": scorer, "retention": profile.retention}
-    run = jax.jit(partial(calibrate_ratios, **how, **recorded_aside(found, scorer)))
+    how: dict[str, Any] = {"scorer": scorer, "retention": profile.retention, **recorded_aside(found, scorer)}
+    run = jax.jit(partial(calibrate_ratios, config=model.config, **how))
     out, seconds = {}, []
     for kind, tokens in inputs(model.tokenizer, found["sample_tokens"], heldout, others).items():
         shares = []

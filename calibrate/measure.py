@@ -76,7 +76,7 @@ def calibrate_ratios(
 
     Raises:
       ValueError: if the sample is too short or several, retention is not in (0, 1], the parameters are of another model,
-        or, outside of jit, a token is beyond the vocabulary.
+        all of its layers have a sliding window, or, outside of jit, a token is beyond the vocabulary.
       TypeError: on what is no scorer, and on tokens that are no whole numbers.
     """
     shares = calibrate_shares(params, config, tokens, scorer, (retention,), sinks=sinks, window=window)
@@ -96,6 +96,10 @@ def calibrate_shares(
     """`calibrate_ratios` at several retentions in one pass through the model, f32[R, L, K]."""
     check_params(params, config)
     check_scorer(scorer)
+    if not config.full_layers:
+        raise ValueError(
+            f"all layers of {config.name} have a sliding window: nothing of them is compressed, and nothing measured"
+        )
     tokens = whole("tokens", tokens)
     if tokens.ndim != 1:
         raise ValueError(
@@ -135,7 +139,8 @@ def calibrate_shares(
             of_head = head[:, None] == jnp.arange(config.num_kv_heads)
             kept = jnp.stack([of_head[:keep].sum(axis=0) for keep in keeps])
             # An order of scores that are no numbers says nothing, however plausible its shares look.
-            share = jnp.where(jnp.isnan(flat).any(), jnp.nan, kept.astype(jnp.float32) / candidates)
+            numbers = (flat < jnp.inf).all()  # -inf is never kept, and says that
+            share = jnp.where(numbers, kept.astype(jnp.float32) / candidates, jnp.nan)
         return out, [*state, share]
 
     _, shares = forward(params, config, tokens, positions, attend, [], logits_at=jnp.array([n - 1]))

@@ -47,6 +47,8 @@ def main() -> None:
         config = tiny_config()
         model = LoadedModel(config, random_params(config, 0), tiny_tokenizer(), config.name)
 
+    if arguments.tokens > (limit := model.config.max_positions):
+        parser.error(f"--tokens must be at most {limit}, the model's positions")
     samples = calibration_samples(model.tokenizer, arguments.samples, arguments.tokens)
     tokens = jnp.asarray(np.stack([sample.tokens for sample in samples]))  # i32[samples, n]
 

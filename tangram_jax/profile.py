@@ -77,7 +77,7 @@ class BudgetProfile:
           ratios: f32[samples, L, K], the share of its entries that each head kept on each sample, in [0, 1].
           retention: the kept fraction that the shares were measured at, in (0, 1].
           alpha: margin in standard deviations, >= 0.
-          provenance: stored with the profile; `samples` is filled in.
+          provenance: stored with the profile, with the number of these as `samples`.
 
         Raises:
           ValueError: for shapes, values or numbers outside of these ranges.
@@ -93,7 +93,7 @@ class BudgetProfile:
             mean=mean,
             std=std,
             ratios=shares,
-            provenance={"samples": shares.shape[0], **(provenance or {})},
+            provenance={**(provenance or {}), "samples": shares.shape[0]},
         )
 
     @classmethod

@@ -311,9 +311,8 @@ SCORERS: dict[str, type[Any]] = {
     cls.name: cls for cls in (SnapKV, ExpectedAttention, KeyDiff, StreamingLLM, KVCompress)
 }
 
-
-_WHOLE: Any = ("whole number", int, (int, np.integer))
-_NUMBER: Any = ("number", float, numbers.Real)
+_WHOLE: Any = ("whole number", int, (int, np.integer), 2**20)  # positions: more are beyond memory, or 32 bits
+_NUMBER: Any = ("number", float, numbers.Real, float(np.finfo(np.float32).max))
 
 
 def get_scorer(name: str, **options: Any) -> Scorer:
@@ -330,9 +329,10 @@ def get_scorer(name: str, **options: Any) -> Scorer:
         what = f"its options are: {', '.join(types)}" if types else "it has no options"
         raise ValueError(f"scorer {name} does not know {', '.join(unknown)}; {what}")
     for option, value in options.items():
-        what, kind, given = _WHOLE if types[option] in (int, "int") else _NUMBER
+        what, kind, given, most = _WHOLE if types[option] in (int, "int") else _NUMBER
         if isinstance(value, bool) or not isinstance(value, given):
             raise ValueError(f"scorer {name}: {option} must be a {what}, found {value!r}")
+        _check(value <= most, f"scorer {name}: {option} must be at most {most}, found {value:g}")
         options[option] = kind(value)
     return cls(**options)
 

@@ -97,6 +97,11 @@ def test_bad_options_are_one_clear_error(tmp_path, capsys):
         (["--option", "window"], "--option must be NAME=NUMBER, found 'window'"),
         (["--option", "width=3"], "kv_compress does not know width"),
         (["--option", "window=2.5"], "window must be a whole number, found 2.5"),
+        (["--option", "pool=99999999999"], "pool must be at most 1048576, found 1e+11"),
+        (
+            ["--method", "expected_attention", "--option", "eps=1e300"],
+            "eps must be at most 3.4028234663852886e+38",
+        ),
         (["--seed", "-1"], "--seed must not be negative"),
     ):
         assert main([*options, "--out", str(tmp_path / "x.npz")]) == 2

@@ -29,3 +29,9 @@ def test_samples_of_too_few_tokens():
     assert done.returncode == 2
     assert "--tokens must be at least 37: the first 4 and last 32 are not ranked" in done.stderr
     assert run("--tokens", "37", "--samples", "1").returncode == 0
+
+
+def test_samples_of_more_tokens_than_the_model_has_positions():
+    done = run("--tokens", "5000")
+    assert done.returncode == 2
+    assert "--tokens must be at most 4096, the model's positions" in done.stderr

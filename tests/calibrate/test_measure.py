@@ -13,7 +13,7 @@ from models.attention import dense_attend
 from models.logits import AttentionLogits
 from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_gpt_oss_config
 from models.transformer import forward
-from tangram_jax.scorers import SnapKV, get_scorer
+from tangram_jax.scorers import ExpectedAttention, SnapKV, get_scorer
 
 CONFIG = tiny_config()
 PARAMS = random_params(CONFIG, 1)
@@ -177,6 +177,18 @@ def test_layers_with_a_window_are_not_measured():
         best = np.argsort(-flat, kind="stable")[: int(np.ceil(0.3 * flat.size))]
         want = np.bincount(best % 4, minlength=4) / (80 - 36)
         np.testing.assert_allclose(share, want, atol=0.03)
+
+
+def test_scores_that_are_infinite_have_no_shares():
+    """They came out equal, and a profile of them looked like any other."""
+    scorer = ExpectedAttention(eps=3e38)
+    assert np.isnan(calibrate_ratios(PARAMS, CONFIG, tokens(64), scorer, 0.3)).any()
+
+
+def test_a_model_whose_layers_all_have_a_window_is_named():
+    config = tiny_config(sliding_window=9, sliding_layers=(0, 1, 2, 3))
+    with pytest.raises(ValueError, match="all layers of tiny have a sliding window: nothing of them is comp"):
+        calibrate_ratios(PARAMS, config, tokens(64), SnapKV(), 0.3)
 
 
 def test_a_list_of_tokens_is_a_sample():

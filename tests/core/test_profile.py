@@ -29,6 +29,13 @@ def test_budgets_follow_equation_5_by_hand():
     assert (profile.retention, profile.alpha, profile.provenance["samples"]) == (0.5, 2.0, 2)
 
 
+def test_the_number_of_samples_is_that_of_the_ratios():
+    """Not that of a profile whose provenance is taken over."""
+    other = BudgetProfile.from_ratios(example_ratios(), 0.5, provenance={"model": "tiny"})
+    profile = BudgetProfile.from_ratios(example_ratios(2), 0.5, provenance=other.provenance)
+    assert profile.provenance == {"model": "tiny", "samples": 2}
+
+
 def test_alpha_zero_is_the_mean_and_one_sample_has_no_margin():
     ratios = example_ratios()
     np.testing.assert_allclose(

@@ -368,6 +368,15 @@ def test_unknown_names_and_options():
         get_scorer("snapkv", pool=4)
     with pytest.raises(ValueError, match="future must be at least 1"):
         get_scorer("expected_attention", future=0)
+    for name, option in (
+        ("expected_attention", "future"),
+        ("expected_attention", "skip"),
+        ("snapkv", "pool"),
+    ):
+        with pytest.raises(ValueError, match=rf"{option} must be at most 1048576, found 1e\+11"):
+            get_scorer(name, **{option: 99999999999})
+    with pytest.raises(ValueError, match=r"eps must be at most 3.40\d+e\+38, found 1e\+300"):  # as float32 is
+        get_scorer("expected_attention", eps=1e300)
 
 
 @pytest.mark.parametrize(("name", "want"), [("snapkv", 0.5), ("kv_compress", 2.0)])
