@@ -172,7 +172,7 @@ def test_places_that_cannot_be_written_are_named_before_the_work(tmp_path, capsy
     )
 
 
-def test_places_that_are_no_file_are_told_before_the_work(tmp_path, capsys):
+def test_places_that_are_no_file_are_told_before_the_work(tiny_model, tmp_path, capsys):
     """Each was found after the work, two with the profile lost."""
     (tmp_path / "loop.npz").symlink_to(tmp_path / "loop.npz")
     (tmp_path / "away.npz").symlink_to("/proc/nowhere/x.npz")
