@@ -1,8 +1,8 @@
 """Compiling grammars and following them token by token, over tokenizers of both kinds."""
 
-import asyncio
 import itertools
 import json
+import os
 import random
 import re
 import threading
@@ -15,9 +15,7 @@ from models.config import ModelConfig
 from models.gguf_tokenizer import read_tokenizer
 from models.testing import tiny_config, tiny_tokenizer
 from serve import grammar, schemas
-from serve.errors import APIError
 from serve.grammar import GrammarError, GrammarFailure, Vocabulary
-from serve.grammar_cache import GrammarCache
 from serve.structured import GrammarSpec
 from serve.tool_formats import LLAMA3_JSON
 from tangram_jax.sampling_filters import mask_words
@@ -320,73 +318,20 @@ def test_a_trial_without_an_end_is_ended(monkeypatch, tmp_path):
         TINY.compile('start: "a"')
 
 
+def test_a_trial_leaves_the_processors_to_others(monkeypatch, tmp_path):
+    script = tmp_path / "niceness.py"
+    script.write_text(
+        f"import os, runpy\nrunpy.run_path({str(grammar._TRIAL)!r}, run_name='__main__')\nprint('nice', os.nice(0))\n"
+    )
+    monkeypatch.setattr(grammar, "_TRIAL", script)
+    with pytest.raises(GrammarError, match=f"^nice {min(os.nice(0) + 5, 19)}$"):
+        TINY.compile('start: "a"')
+
+
 def test_a_trial_that_cannot_run_is_not_the_fault_of_the_grammar(monkeypatch, tmp_path):
     monkeypatch.setattr(grammar, "_TRIAL", tmp_path / "missing.py")
     with pytest.raises(RuntimeError, match=r"missing\.py"):
         TINY.compile('start: "a"')
-
-
-def test_what_failed_once_is_compiled_anew(monkeypatch):
-    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
-    spec = GrammarSpec("regex", "a+", "guided_regex")
-    with monkeypatch.context() as patch:
-        patch.setattr(grammar, "_TRIAL", grammar._TRIAL.with_name("missing.py"))
-        with pytest.raises(RuntimeError, match="cannot be tried out"):
-            asyncio.run(cache.get(spec))
-    compiled = asyncio.run(cache.get(spec))
-    assert allowed(compiled.start()) == {byte("a")}
-    assert asyncio.run(cache.get(spec)) is compiled
-    cache.close()
-
-
-def test_without_files_for_a_trial_a_grammar_has_to_wait(monkeypatch):
-    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
-    spec = GrammarSpec("regex", "a+", "guided_regex")
-
-    def no_files(*args, **kwargs):
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("subprocess.Popen", no_files)
-        with pytest.raises(APIError, match="cannot compile a grammar now: try again later") as caught:
-            asyncio.run(cache.get(spec))
-    assert caught.value.status == 503
-    assert allowed(asyncio.run(cache.get(spec)).start()) == {byte("a")}
-    cache.close()
-
-
-def test_what_failed_for_a_client_that_had_left_is_compiled_anew(monkeypatch):
-    spec, begun, go, times = (
-        GrammarSpec("regex", "a+", "guided_regex"),
-        threading.Event(),
-        threading.Event(),
-        [],
-    )
-    compiled = Vocabulary.compile
-
-    def fails_first(vocabulary, text):
-        times.append(text)
-        if len(times) == 1:
-            begun.set()
-            go.wait(10)
-            raise GrammarError("it takes too long")
-        return compiled(vocabulary, text)
-
-    monkeypatch.setattr(Vocabulary, "compile", fails_first)
-    cache = GrammarCache(TOKENIZER, SIZE, ENDS)
-
-    async def leave_and_come():
-        first = asyncio.create_task(cache.get(spec))
-        await asyncio.to_thread(begun.wait, 10)
-        first.cancel()
-        go.set()
-        while not all(future.done() for future in cache._grammars.values()):
-            await asyncio.sleep(0.01)
-        return await cache.get(spec)
-
-    assert allowed(asyncio.run(leave_and_come()).start()) == {byte("a")}
-    assert len(times) == 2
-    cache.close()
 
 
 def test_a_model_without_an_end_token():
