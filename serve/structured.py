@@ -4,9 +4,10 @@ All become a `GrammarSpec`: a grammar in the notation of `llguidance`, which is 
 first generated token on, or from the first one after the thoughts of a model that thinks (`serve.thought_prompt`).
 """
 
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 import pydantic_core
@@ -22,7 +23,10 @@ MAX_GRAMMAR = 2**17  # characters of a schema, of all choices, of a grammar
 MAX_REGEX = 4096  # characters
 TOO_LARGE = "a number in the schema is larger than a double can be"
 MAX_SPACE = 40  # spaces and line breaks between two parts of JSON: a model must not go on with them for ever
+_MOST_NAMES, _MOST_PARTS = 4, 10_000  # looked for, and looked at, to say where in a schema something is wrong
 _JSON_KEYS = frozenset(("name", "description", "schema", "strict"))
+
+type _Place = tuple[_Place, str | int] | None  # in a schema: where it is, and its key there
 
 
 class GrammarSpec(NamedTuple):
@@ -91,24 +95,36 @@ def _fault_of_part(lark: str, line: int, fault: str) -> APIError | None:
 
 
 def _at(fault: str, schema: Any) -> str:
-    """Where in a schema the first thing is that an error names."""
-    for name in re.findall(r'"([^"]+)"', fault):
-        if (place := _place_of(name, schema)) is not None:
-            return f" (at '#{place}')"
-    return ""
+    """Where in a schema the first thing is that an error names: the first object that has such a key, as a JSON pointer.
+
+    Looks for a few names in a part of the schema: an error may quote all that a client wrote, and the event loop waits.
+    """
+    names = list(dict.fromkeys(re.findall(r'"([^"]+)"', fault)))[:_MOST_NAMES]
+    places: dict[str, _Place] = {}
+    for part, place in itertools.islice(_parts(schema), _MOST_PARTS if names else 0):
+        for name in names if isinstance(part, dict) else ():
+            if name in part:
+                places.setdefault(name, place)
+        if names[0] in places:
+            break
+    found = next((name for name in names if name in places), None)
+    return "" if found is None else f" (at '#{_pointer(places[found])}')"
 
 
-def _place_of(name: str, schema: Any, path: str = "") -> str | None:
-    """JSON pointer of the first object in a schema that has this key."""
-    if isinstance(schema, dict):
-        if name in schema:
-            return path
-        parts = list(schema.items())
-    else:
-        parts = list(enumerate(schema)) if isinstance(schema, list) else []
-    return next(
-        (place for key, part in parts if (place := _place_of(name, part, f"{path}/{key}")) is not None), None
-    )
+def _parts(value: Any, place: _Place = None) -> Iterator[tuple[Any, _Place]]:
+    """All values in a schema, and where; each before those in it."""
+    yield value, place
+    if isinstance(value, (dict, list)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _parts(part, (place, key))
+
+
+def _pointer(place: _Place) -> str:
+    keys = []
+    while place is not None:
+        place, key = place
+        keys.append(f"/{key}")
+    return "".join(reversed(keys))
 
 
 def _json_spec(schema: Any, param: str, kind: Kind = "json") -> GrammarSpec:

@@ -300,6 +300,25 @@ def test_bad_grammars_say_why(text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("schema", "names", "place"),
+    [
+        ({"a": [{"b": {}}, {"b": {"c": 1}}], "c": 2}, "xcb", " (at '#')"),
+        ({"a": [{"b": {}}, {"b": {"d": 1}}], "c": 2}, "xdb", " (at '#/a/1/b')"),
+        ({"a": [{"b": {}}, {"b": {"d": 1}}], "c": 2}, "xxybd", " (at '#/a/0')"),
+        ({"a": 1}, "xyzva", ""),  # of the client's own text, which an error may quote
+        ({"x": [0] * 10_000, "y": {"a": 1}}, "a", ""),
+        ({"x": [0] * 9_000, "y": {"a": 1}}, "a", " (at '#/y')"),
+    ],
+    ids=["root", "deep", "second", "names", "large", "less"],
+)
+def test_where_the_fault_of_a_schema_is(schema, names, place):
+    """Looked for within a bound: a schema of 97 KB held up the event loop for seconds."""
+    fault = "odd: " + ", ".join(f'"{name}"' for name in names)
+    spec = GrammarSpec("json", json.dumps(schema), "guided_json")
+    assert spec.error(fault).message == f"Invalid value for 'guided_json': {fault}{place}."
+
+
 def test_forced_text_takes_no_time():
     """A billion letters that must come next: with forcing, the library would put all of them into tokens at once."""
     state = TINY.compile('%llguidance {"no_forcing": false}\nstart: /x((a{1000}){1000}){1000}/').start()
