@@ -5,9 +5,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from serve.errors import APIError, bad_request
+
+
+def at_most(count: int) -> BeforeValidator:
+    """For an object whose keys are free: validating a million of them would hold up every stream."""
+
+    def few_enough(given: object) -> object:
+        if isinstance(given, dict) and len(given) > count:
+            raise PydanticCustomError("too_many", f"at most {count} entries are possible")
+        return given
+
+    return BeforeValidator(few_enough)
 
 
 def sort_fields(cls: type["RequestModel"], body: dict[Any, Any], path: str = "") -> dict[str, Any]:

@@ -6,13 +6,13 @@ is a 400 that names it, because a misspelt `max_token` would otherwise be lost i
 """
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve.errors import APIError, bad_request
-from serve.fields import RequestModel, sort_fields
+from serve.fields import RequestModel, at_most, sort_fields
 from serve.messages import Messages
 from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
 from serve.tools import ToolFields
@@ -22,6 +22,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_VARIABLES = 64  # of a chat template
 INT64 = 2**63
 
 # Sent by clients of OpenAI's platform; nothing about a generation depends on them here.
@@ -183,7 +184,7 @@ class ChatFields(ToolFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the chat template writes them itself
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_VARIABLES)] = Field(default_factory=dict)
     # A variable of the template; most have none of that name.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 

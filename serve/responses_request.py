@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from serve.errors import APIError, bad_request, renamed
-from serve.fields import RequestModel, sort_fields
+from serve.fields import RequestModel, at_most, sort_fields
 from serve.messages import MAX_MESSAGES
 from serve.protocol import INT64, MAX_TOP_LOGPROBS, PLATFORM_FIELDS, ChatRequest
 
@@ -32,13 +31,6 @@ CHAT_NAMES = {
     r"tools\[\]\.function": "tools[]",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-def _few_enough(metadata: object) -> object:
-    # Before they are looked at: validating a million of them would hold up every stream.
-    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
-        raise PydanticCustomError("metadata", f"at most {MAX_METADATA} entries are possible")
-    return metadata
 
 
 class _Text(RequestModel):
@@ -100,7 +92,7 @@ class ResponsesRequest(RequestModel):
     include: list[str] = Field(default_factory=list, fail_fast=True)
     stream: bool = False
     truncation: Literal["auto", "disabled"] = "disabled"
-    metadata: Annotated[dict[str, str], BeforeValidator(_few_enough)] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] = Field(default_factory=dict)
 
     @classmethod
     def parse_chat(

@@ -8,14 +8,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic_core
 from llguidance import regex_to_lark
 from pydantic import Field, model_validator
 
 from serve.errors import APIError, bad_request
-from serve.fields import RequestModel, sort_fields
+from serve.fields import RequestModel, at_most, sort_fields
 from serve.schemas import json_rule
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object", "tools"]
@@ -25,6 +25,7 @@ TOO_LARGE = "a number in the schema is larger than a double can be"
 MAX_SPACE = 40  # spaces and line breaks between two parts of JSON: a model must not go on with them for ever
 _MOST_NAMES, _MOST_PARTS = 4, 10_000  # looked for, and looked at, to say where in a schema something is wrong
 _JSON_KEYS = frozenset(("name", "description", "schema", "strict"))
+_MOST_KEYS = 16
 
 type _Place = tuple[_Place, str | int] | None  # in a schema: where it is, and its key there
 
@@ -184,7 +185,7 @@ class ResponseFormat(RequestModel):
     """OpenAI's `response_format`. A schema is always followed to the letter, whatever `strict` says."""
 
     type: str
-    json_schema: dict[str, Any] | None = None
+    json_schema: Annotated[dict[str, Any], at_most(_MOST_KEYS)] | None = None
 
     @model_validator(mode="before")
     @classmethod

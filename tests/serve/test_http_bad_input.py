@@ -137,6 +137,12 @@ CHAT_FIELDS = [
     ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs", None, "cannot be set"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", None, "'self' cannot be set"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "invalid_value", ""),
+    (
+        {"chat_template_kwargs": dict.fromkeys(map(str, range(65)))},
+        "chat_template_kwargs",
+        "invalid_value",
+        "at most 64",
+    ),
     ({"continue_final_message": True}, "continue_final_message", "invalid_value", "needs a last message"),
     (
         {

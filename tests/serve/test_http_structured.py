@@ -63,6 +63,12 @@ FORMS = [
         "Invalid type: obect",
     ),
     (
+        {"response_format": {"type": "json_schema", "json_schema": dict.fromkeys(map(str, range(17)))}},
+        "response_format.json_schema",
+        "invalid_value",
+        "at most 16 entries",
+    ),
+    (
         {"guided_json": {"properties": {"a": {"items": {"uniqueItems": True}}}}},
         "guided_json",
         "invalid_value",
