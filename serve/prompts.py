@@ -19,6 +19,7 @@ _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is 
 _SLICE = 32768  # characters
 _SLICE_SLACK = 8  # tokens that cutting a text in two may add, generously
 _LONGEST_SPECIAL = 256  # characters; more than any special token has
+MAX_SCORED_ECHO = 65_536  # tokens of prompts times `n`: one is half a kilobyte of answer with 20 logprobs
 _MIN_TEMPERATURE = 1e-5  # below this, logits / temperature overflows: greedy is the limit
 _TEMPLATE_RESERVED = frozenset(  # arguments of the template renderer that are not variables of the template
     [
@@ -235,6 +236,17 @@ def _as_list_of_prompts(prompt: Any) -> list[Any]:
     return prompt
 
 
+def _check_scored_echo(num_tokens: int, n: int) -> None:
+    """400 when small prompts would make a huge answer: their log-probabilities are a part of every choice."""
+    if n > 1 and num_tokens * n > MAX_SCORED_ECHO:
+        raise bad_request(
+            f"'echo' with 'logprobs' and 'n': {n} writes the {num_tokens} tokens of the prompt {n} times: at most "
+            f"{MAX_SCORED_ECHO} in all are possible. Ask for the prompt's with 'n': 1, and for choices without 'echo'.",
+            "n",
+            "invalid_value",
+        )
+
+
 def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
     """Token ids that the model knows, or a 400 that names the first other one."""
     for i in ids:
@@ -268,6 +280,8 @@ def sampling_params(
         wanted = max(1, request.max_tokens)
         logprobs = request.logprobs
         prompt_logprobs = request.logprobs if request.echo else None
+        if prompt_logprobs is not None:
+            _check_scored_echo(sum(len(prompt.ids) for prompt in prompts), request.n)
     else:
         raise TypeError(f"expected a ChatRequest or CompletionRequest, found {type(request).__name__}")
     greedy = request.temperature < _MIN_TEMPERATURE

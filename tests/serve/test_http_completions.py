@@ -2,6 +2,7 @@
 
 import asyncio
 
+import openai
 import pytest
 
 from serve.completions import CompletionFormat
@@ -102,6 +103,19 @@ def test_echo_with_logprobs(served):
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
     assert choice.logprobs.top_logprobs == [None, {"b": -1.0}, {"x": -0.5}, {"y": -0.5}]
     assert completion.usage.completion_tokens == 2
+
+
+def test_scores_of_prompts_are_not_repeated_without_end(served, monkeypatch):
+    """20 KB made an answer of 205 MB, in which the same prompt was scored 128 times."""
+    monkeypatch.setattr("serve.prompts.MAX_SCORED_ECHO", 8)
+    for prompt, n, stream in (("abcde", 2, False), ("abc", 3, True), (["abc", "de"], 2, False)):
+        with pytest.raises(openai.BadRequestError, match="times: at most 8 in all are possible") as caught:
+            complete(served, prompt, echo=True, logprobs=0, n=n, stream=stream)
+        assert caught.value.param == "n"
+    assert served.engine.requests == []
+    for options in ({"n": 1, "logprobs": 1}, {"n": 2}):
+        assert complete(served, "abcdefghi", echo=True, **options).choices[0].text == "abcdefghihello"
+    assert len(complete(served, "abcd", echo=True, logprobs=0, n=2).choices) == 2
 
 
 def test_echo_with_logprobs_when_a_later_choice_is_faster(served):
