@@ -3,6 +3,7 @@
 `llguidance` does the parsing. It sees tokens as the bytes that they stand for, so any tokenizer will do.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,35 @@ def _plain(message: str) -> str:
     return re.sub(r"^at (\d+)\((\d+)\):", r"line \1, column \2:", " ".join(lines))[:500]
 
 
+class Stop:
+    """Ends the trial of a grammar from another thread, now or as soon as it begins."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._trial: subprocess.Popen[bytes] | None = None
+        self.is_set = False
+
+    def set(self) -> None:
+        with self._lock:
+            self.is_set = True
+            if self._trial is not None:
+                self._trial.kill()
+
+    @contextlib.contextmanager
+    def ending(self, trial: "subprocess.Popen[bytes]") -> Iterator[None]:
+        """Ends this trial, at the end of the block at the latest."""
+        with self._lock:
+            self._trial = trial
+            if self.is_set:
+                trial.kill()
+        try:
+            yield
+        finally:
+            trial.kill()
+            with self._lock:
+                self._trial = None
+
+
 class Vocabulary:
     """What the library knows of a tokenizer. Takes a second or two for a large one."""
 
@@ -73,14 +103,14 @@ class Vocabulary:
             eos_token=ends,
         )
 
-    def compile(self, text: str) -> "Grammar":
+    def compile(self, text: str, stop: Stop | None = None) -> "Grammar":
         """A grammar in Lark's notation as the library has it. Raises GrammarError. Call it from a worker thread.
 
-        It is tried in another process first, which can be ended and may crash.
+        It is tried in another process first, which can be ended and may crash; `stop` ends that.
         """
         began = time.perf_counter()
         text += _NO_FORCING
-        self._try(text)
+        self._try(text, stop)
         tried = time.perf_counter()
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=parser_limits())
         if matcher.is_error():
@@ -92,21 +122,24 @@ class Vocabulary:
         )  # fmt: skip
         return grammar
 
-    def _try(self, text: str) -> None:
+    def _try(self, text: str, stop: Stop | None) -> None:
         given = json.dumps({"grammar": text, "vocab": self.size, "special": self.special}).encode()
         command = [sys.executable, "-P", str(_TRIAL)]  # -P: files beside it have the names of other modules
-        try:
-            trial = subprocess.run(command, input=given, capture_output=True, timeout=TRIAL_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise GrammarError("it takes too long to compile: make it simpler") from None
+        pipe = subprocess.PIPE
+        with (
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as trial,
+            (stop or Stop()).ending(trial),
+        ):
+            try:
+                said, failed = trial.communicate(given, timeout=TRIAL_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise GrammarError("it takes too long to compile: make it simpler") from None
         if trial.returncode < 0:  # by a signal: no stack, memory or time was left
             raise GrammarError("it is too large, or nested too deep, to be compiled: make it simpler")
         if trial.returncode:
-            raise RuntimeError(
-                f"grammars cannot be tried out: {trial.stderr.decode(errors='replace')[-500:]}"
-            )
-        if trial.stdout:
-            raise GrammarError(_plain(trial.stdout.decode("utf-8", "replace")))
+            raise RuntimeError(f"grammars cannot be tried out: {failed.decode(errors='replace')[-500:]}")
+        if said:
+            raise GrammarError(_plain(said.decode("utf-8", "replace")))
 
 
 class _Tokens:

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from serve.errors import unavailable
-from serve.grammar import Grammar, GrammarError, Vocabulary
+from serve.grammar import Grammar, GrammarError, Stop, Vocabulary
 from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
 
@@ -29,7 +30,23 @@ class _Refusal(NamedTuple):
     until: float  # time.monotonic()
 
 
-type _Future = Future[Grammar | _Refusal]
+@dataclass(eq=False)
+class _Job:
+    """A compilation, and how many requests wait for it."""
+
+    future: Future[Grammar | _Refusal]
+    stop: Stop
+    waiting: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the grammar is to be compiled anew."""
+        if not self.future.done():
+            return False
+        if self.future.exception() is not None:  # and whoever waited was cancelled just then
+            return True
+        found = self.future.result()
+        return isinstance(found, _Refusal) and found.until <= time.monotonic()
 
 
 class GrammarCache:
@@ -40,58 +57,54 @@ class GrammarCache:
         self._vocabulary: Vocabulary | None = None
         self._building = threading.Lock()
         # On the event loop alone.
-        self._grammars: OrderedDict[_Key, _Future] = OrderedDict()
-        self._waiting: Counter[_Future] = Counter()
+        self._jobs: OrderedDict[_Key, _Job] = OrderedDict()
         self._executor = ThreadPoolExecutor(2, "grammar")
         self._executor.submit(self._known)  # what is wrong with it, the first grammar says
 
     async def get(self, spec: GrammarSpec) -> Grammar:
         """The compiled grammar. Requests that come together with the same one wait for one compilation.
 
-        Raises APIError: 400 with what is wrong, 503 when too many others are being compiled. Cancelled, it takes what has
-        not begun and nobody else waits for out of the queue.
+        It ends when the last of them is cancelled. Raises APIError: 400 with what is wrong, 503 when too many others are
+        being compiled.
         """
         key = spec.kind, spec.text, spec.thoughts
-        future = self._grammars.get(key)
-        if future is None or _is_over(future):
-            if sum(not f.done() for f in self._grammars.values()) >= MOST_WAITING:
+        job = self._jobs.get(key)
+        if job is None or job.is_over:
+            if sum(not job.future.done() for job in self._jobs.values()) >= MOST_WAITING:
                 raise unavailable("Too many grammars are being compiled: try again later.")
-            future = self._grammars[key] = self._executor.submit(self._compile, spec)
-            while len(self._grammars) > KEPT:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(key)
-        self._waiting[future] += 1
+            stop = Stop()
+            job = self._jobs[key] = _Job(self._executor.submit(self._compile, spec, stop), stop)
+            while len(self._jobs) > KEPT:
+                self._jobs.popitem(last=False)
+        self._jobs.move_to_end(key)
+        job.waiting += 1
         try:
             # Not cancelled with this request: others may wait for it.
-            found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), WAIT_SECONDS)
+            found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), WAIT_SECONDS)
         except TimeoutError:
             raise unavailable(
                 "The grammar of this request was not compiled in time: try again later."
             ) from None
         except OSError as error:  # no files or memory for a process: a later one may have more luck
-            self._forget(key, future)
+            self._forget(key, job)
             log.warning("A grammar could not be tried: %s", error)
             raise unavailable("The server cannot compile a grammar now: try again later.") from None
         except Exception:
-            self._forget(key, future)
+            self._forget(key, job)
             raise
         finally:
-            self._leave(key, future)
+            job.waiting -= 1
+            if not job.waiting and not job.future.done():
+                job.stop.set()
+                job.future.cancel()
+                self._forget(key, job)
         if isinstance(found, _Refusal):
             raise spec.error(found.fault)
         return found
 
-    def _leave(self, key: _Key, future: _Future) -> None:
-        """A request no longer waits; what has not begun has to have one that does."""
-        self._waiting[future] -= 1
-        if not self._waiting[future]:
-            del self._waiting[future]
-            if future.cancel():
-                self._forget(key, future)
-
-    def _forget(self, key: _Key, future: _Future) -> None:
-        if self._grammars.get(key) is future:
-            del self._grammars[key]
+    def _forget(self, key: _Key, job: _Job) -> None:
+        if self._jobs.get(key) is job:
+            del self._jobs[key]
 
     def _known(self) -> Vocabulary:
         with self._building:
@@ -99,12 +112,12 @@ class GrammarCache:
                 self._vocabulary = Vocabulary(*self._source)
         return self._vocabulary
 
-    def _compile(self, spec: GrammarSpec) -> Grammar | _Refusal:
+    def _compile(self, spec: GrammarSpec, stop: Stop) -> Grammar | _Refusal:
         try:
             vocabulary = self._known()
             if spec.thoughts:  # its own faults, and a trial that is not spent on thoughts
-                vocabulary.compile(spec._replace(thoughts="").lark)
-            grammar = vocabulary.compile(spec.lark)
+                vocabulary.compile(spec._replace(thoughts="").lark, stop)
+            grammar = vocabulary.compile(spec.lark, stop)
             grammar.kind = spec.kind
             return grammar
         except GrammarError as error:
@@ -118,13 +131,3 @@ class GrammarCache:
     def close(self) -> None:
         """Nothing more is compiled."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _is_over(future: _Future) -> bool:
-    """Whether a grammar is to be compiled anew."""
-    if not future.done():
-        return False
-    if future.exception() is not None:  # its clients had left before it failed
-        return True
-    found = future.result()
-    return isinstance(found, _Refusal) and found.until <= time.monotonic()

@@ -5,6 +5,8 @@ import json
 import os
 import random
 import re
+import signal
+import subprocess
 import threading
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from models.config import ModelConfig
 from models.gguf_tokenizer import read_tokenizer
 from models.testing import tiny_config, tiny_tokenizer
 from serve import grammar, schemas
-from serve.grammar import GrammarError, GrammarFailure, Vocabulary
+from serve.grammar import GrammarError, GrammarFailure, Stop, Vocabulary
 from serve.structured import GrammarSpec
 from serve.tool_formats import LLAMA3_JSON
 from tangram_jax.sampling_filters import mask_words
@@ -335,6 +337,26 @@ def test_a_trial_without_an_end_is_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(grammar, "TRIAL_SECONDS", 0.3)
     with pytest.raises(GrammarError, match="too long to compile"):
         TINY.compile('start: "a"')
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_trial_that_nobody_waits_for_is_ended(monkeypatch, tmp_path, early):
+    script, stop, trials = tmp_path / "forever.py", Stop(), []
+    script.write_text("import time\ntime.sleep(60)\n")
+
+    class Trial(subprocess.Popen):
+        def communicate(self, *args, **kwargs):
+            trials.append(self)
+            stop.set()
+            return super().communicate(*args, **kwargs)
+
+    monkeypatch.setattr(grammar, "_TRIAL", script)
+    monkeypatch.setattr("subprocess.Popen", Trial)
+    if early:
+        stop.set()
+    with pytest.raises(GrammarError):
+        TINY.compile('start: "a"', stop)
+    assert [trial.returncode for trial in trials] == [-signal.SIGKILL]
 
 
 def test_a_trial_leaves_the_processors_to_others(monkeypatch, tmp_path):

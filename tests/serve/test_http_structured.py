@@ -280,7 +280,7 @@ def test_a_grammar_is_compiled_once(following, monkeypatch):
     cache = following.app.state.serving.grammars
     made = []
     compile_now = cache._compile
-    monkeypatch.setattr(cache, "_compile", lambda spec: made.append(spec) or compile_now(spec))
+    monkeypatch.setattr(cache, "_compile", lambda *of: made.append(of[0]) or compile_now(*of))
     body = {"prompt": ["a", "b", "c"], "guided_regex": "once[0-9]", "max_tokens": 9}
     for _ in range(3):
         texts = [c["text"] for c in following.post(TEXT, body).json()["choices"]]
@@ -297,7 +297,7 @@ def test_the_last_grammars_are_kept(following, monkeypatch):
     cache = following.app.state.serving.grammars
     for word in ("one", "two", "one", "six"):
         following.post(TEXT, {"prompt": "a", "guided_choice": [word], "max_tokens": 9}).raise_for_status()
-    assert [json.loads(text) for _, text, _ in cache._grammars] == [["one"], ["six"]]
+    assert [json.loads(text) for _, text, _ in cache._jobs] == [["one"], ["six"]]
 
 
 def test_a_panic_of_the_library_is_a_400(served, monkeypatch):
@@ -353,7 +353,7 @@ def test_too_many_grammars_at_once(served, monkeypatch):
 )
 def test_grammars_of_clients_that_left_are_not_compiled(served, monkeypatch, path, body):
     cache, go, begun = served.app.state.serving.grammars, threading.Event(), []
-    monkeypatch.setattr(cache, "_compile", lambda spec: begun.append(spec) or go.wait(10))
+    monkeypatch.setattr(cache, "_compile", lambda *of: begun.append(of) or go.wait(10))
     with contextlib.ExitStack() as stack:
         stack.callback(go.set)
         address = "127.0.0.1", httpx.URL(served.url).port
@@ -362,10 +362,11 @@ def test_grammars_of_clients_that_left_are_not_compiled(served, monkeypatch, pat
             data = json.dumps({**body, "guided_choice": [f"{path} {i}"]}).encode()
             kind = f"Content-Type: application/json\r\nContent-Length: {len(data)}"
             client.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n".encode() + data)
-        wait_until(lambda: len(cache._waiting) == 5 and len(begun) == 2)
+        wait_until(lambda: sum(job.waiting for job in cache._jobs.values()) == 5 and len(begun) == 2)
         for client in clients:
             client.close()
-        wait_until(lambda: not cache._waiting)
+        wait_until(lambda: not any(job.waiting for job in cache._jobs.values()))
+        assert all(stop.is_set for _, stop in begun)
     assert len(begun) == 2
 
 
