@@ -71,7 +71,7 @@ class StopScanner:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))  # longest first: wins a tie
-        self._tables = tuple(_failure_table(stop) for stop in self._stops)
+        self._tables = _failure_tables(self._stops)
         self._states = [0] * len(self._stops)  # characters of each stop matched by the end of the text
         self._held = ""
         self._include_stop = include_stop
@@ -105,6 +105,12 @@ class StopScanner:
         return held
 
 
+@functools.lru_cache(maxsize=4)
+def _failure_tables(patterns: tuple[str, ...]) -> tuple[Sequence[int], ...]:
+    """Those of each; all choices of a request look for the same strings."""
+    return tuple(tuple(_failure_table(pattern)) for pattern in patterns)
+
+
 def _failure_table(pattern: str) -> list[int]:
     """`table[i]`: length of the longest proper border of `pattern[: i + 1]`."""
     table = [0]
@@ -113,7 +119,7 @@ def _failure_table(pattern: str) -> list[int]:
     return table
 
 
-def _advance(pattern: str, table: list[int], state: int, char: str) -> int:
+def _advance(pattern: str, table: Sequence[int], state: int, char: str) -> int:
     """Length of the longest prefix of `pattern` that ends with `char`, after one of length `state` < len."""
     while state and pattern[state] != char:
         state = table[state - 1]
