@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +30,7 @@ from serve.errors import ANTHROPIC, APIError, bad_request, install_error_handler
 from serve.generation import Serving, TokenNames
 from serve.grammar_cache import GrammarCache
 from serve.metrics import CONTENT_TYPE, Metrics
-from serve.prompts import chat_text, check_token_ids
+from serve.prompts import chat_text, check_length, check_token_ids
 from serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -47,6 +48,7 @@ from serve.tool_prompt import ToolSupport
 log = logging.getLogger("tangram.server")
 
 OPEN_ROUTES = frozenset(("/", "/health", "/ping", "/version", "/metrics"))  # need no API key
+_JSON_ITEMS = 4096
 _PAGE = Path(__file__).parent / "page.html"
 _PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
@@ -257,22 +259,30 @@ def _parse_tokenize(body: Any) -> TokenizePromptRequest | TokenizeChatRequest:
     return TokenizePromptRequest.parse(body)
 
 
+def _json_list(items: Sequence[Any]) -> bytes:
+    """It in JSON, part by part: the event loop waits while one is made."""
+    parts = (to_json(items[i : i + _JSON_ITEMS])[1:-1] for i in range(0, len(items), _JSON_ITEMS))
+    return b"[" + b",".join(parts) + b"]"
+
+
 def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     tokenizer = serving.tokenizer
 
     # Answers are rendered in the thread as well: they may have millions of tokens.
 
-    def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> JSONResponse:
-        text = body.prompt if isinstance(body, TokenizePromptRequest) else chat_text(serving.tools, body)
+    def tokenize_now(body: TokenizePromptRequest | TokenizeChatRequest) -> Response:
+        limit = serving.engine.max_model_len
+        if isinstance(body, TokenizePromptRequest):
+            text, param = body.prompt, "prompt"
+        else:
+            text, param = chat_text(serving.tools, body), "messages"
+        check_length(text, limit, param)
         ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         names = TokenNames(tokenizer, as_ids=False)
-        answer = {
-            "count": len(ids),
-            "max_model_len": serving.engine.max_model_len,
-            "tokens": ids,
-            "token_strs": [names.text(i) for i in ids] if body.return_token_strs else None,
-        }
-        return JSONResponse(answer)
+        texts = _json_list([names.text(i) for i in ids]) if body.return_token_strs else b"null"
+        head = to_json({"count": len(ids), "max_model_len": limit})[:-1]
+        answer = head + b',"tokens":' + _json_list(ids) + b',"token_strs":' + texts + b"}"
+        return Response(answer, media_type="application/json")
 
     def detokenize_now(tokens: Any) -> JSONResponse:
         if not isinstance(tokens, list):
@@ -281,7 +291,7 @@ def _add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
         return JSONResponse({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
 
     @app.post("/tokenize", openapi_extra=_body_schema(TokenizePromptRequest, TokenizeChatRequest))
-    async def tokenize(request: Request) -> JSONResponse:
+    async def tokenize(request: Request) -> Response:
         body = await read_request(serving, request, _parse_tokenize)
         serving.check_model(body.model)
         return await serving.in_thread(request, tokenize_now, body)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from serve.choice import Delta, TokenLogprob
 from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
 from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
-from serve.prompts import Prompt, chat_prompt, chat_text, check_num_choices, sampling_params
+from serve.prompts import Prompt, chat_prompt, chat_text, check_length, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
 from serve.request import SamplingParams
 from serve.stream import unless_disconnected
@@ -161,6 +161,7 @@ async def prompt_tokens(serving: Serving, http_request: Request, request: ChatRe
 
     def count() -> int:
         text = chat_text(serving.tools, request)
+        check_length(text, serving.engine.max_model_len, "messages")
         return len(serving.tokenizer.encode(text, add_special_tokens=request.add_special_tokens))
 
     return await serving.in_thread(http_request, count)

@@ -18,6 +18,8 @@ from serve.tool_prompt import ToolSupport
 _CHARS_PER_TOKEN = 4  # a text with more characters a token than this allows is counted in slices first
 _SLICE = 32768  # characters
 _SLICE_SLACK = 8  # tokens that cutting a text in two may add, generously
+_LONGEST_WHOLE = 2**20  # characters of a text whose tokens may be more than a prompt's,
+_LONGEST_PER_TOKEN = 8  # or so many for each token of the longest prompt
 _LONGEST_SPECIAL = 256  # characters; more than any special token has
 MAX_SCORED_ECHO = 65_536  # tokens of prompts times `n`: one is half a kilobyte of answer with 20 logprobs
 _MIN_TEMPERATURE = 1e-5  # below this, logits / temperature overflows: greedy is the limit
@@ -67,7 +69,9 @@ def encode_bounded(
 
     A text that is much too long is not encoded as a whole: slices are counted until it is certain.
     """
-    if truncate is None and len(text) > _CHARS_PER_TOKEN * limit:
+    if truncate is not None:
+        check_length(text, limit, param)
+    elif len(text) > _CHARS_PER_TOKEN * limit:
         count = 0
         for start in range(0, len(text), _SLICE):
             piece = text[start : start + _SLICE]
@@ -76,6 +80,22 @@ def encode_bounded(
                 raise too_long(limit, count, param, at_least=True)
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return fit_prompt(ids, limit, param, truncate)
+
+
+def check_length(text: str, limit: int, param: str) -> None:
+    """400 for a text that is far longer than a prompt of `limit` tokens, where all of its tokens are wanted all the same.
+
+    Each takes 300 bytes, and when millions of them go all threads wait. A part of the text would not do: which tokens
+    its end has may depend on how it begins.
+    """
+    most = max(_LONGEST_WHOLE, _LONGEST_PER_TOKEN * limit)
+    if len(text) > most:
+        raise bad_request(
+            f"The {param} has {len(text)} characters, but at most {most} are turned into tokens here: send less of it, or "
+            "its end alone if it is to be truncated.",
+            param,
+            "string_above_max_length",
+        )
 
 
 def fit_prompt(ids: list[int], limit: int, param: str, truncate: int | None) -> list[int]:

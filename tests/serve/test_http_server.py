@@ -8,6 +8,7 @@ from datetime import datetime
 import httpx
 import openai
 import pytest
+from pydantic_core import to_json
 
 from serve.args import ConfigError
 from serve.request import EngineUnavailable, RequestRejected
@@ -67,6 +68,17 @@ def test_tokenize_and_back(served):
     text = served.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"]
     assert text.startswith("<|im_start|>user\nHi<|im_end|>")
     assert served.post("/tokenize", {"prompt": ""}).json()["count"] == 0
+
+
+def test_tokens_of_a_long_text_are_written_part_by_part(served, monkeypatch):
+    """As one piece of JSON those of 8 MB held up all streams for a second."""
+    parts = []
+    monkeypatch.setattr("serve.api.to_json", lambda part: parts.append(len(part)) or to_json(part))
+    text = 'né"\\' * 3000
+    answer = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == ids(text)
+    assert answer["token_strs"] == [bytes([i - 8]).decode("utf-8", "replace") for i in ids(text)]
+    assert len(parts) == 9 and max(parts) == 4096
 
 
 def test_health_and_version(served):

@@ -1,4 +1,4 @@
-"""Host work on large bodies: one at a time, and nothing is begun for clients that have left."""
+"""Host work on large bodies: one at a time, nothing for clients that have left, and no text that is too long by far."""
 
 import asyncio
 import threading
@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from serve.generation import Serving
+from tests.serve.http_server import TOKENIZER
 
 
 def test_nothing_is_begun_for_a_client_that_has_left():
@@ -41,3 +42,32 @@ def test_nothing_is_begun_for_a_client_that_has_left():
 
     asyncio.run(serve())
     assert not done
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/completions", {"truncate_prompt_tokens": 5}),
+        ("/v1/chat/completions", {"truncate_prompt_tokens": -1}),
+        ("/tokenize", {}),
+        ("/v1/messages/count_tokens", {}),
+    ],
+)
+def test_a_text_of_which_all_tokens_are_wanted_has_a_limit(served, monkeypatch, path, more):
+    """8 MB took up to 20 seconds for five tokens at its end."""
+    monkeypatch.setattr("serve.prompts._LONGEST_WHOLE", 5000)
+    encoded, encode = [], TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda text, **how: encoded.append(text) or encode(text, **how))
+
+    def answer(characters):
+        text = "x" * characters
+        chat = {"messages": [{"role": "user", "content": text}]}
+        return served.post(path, more | (chat if "messages" in path or "chat" in path else {"prompt": text}))
+
+    assert answer(4900).status_code == 200
+    assert len(encoded) == 1
+    refused = answer(5001)
+    assert refused.status_code == 400 and "at most 5000 are turned into tokens here" in refused.text
+    assert len(encoded) == 1
+    monkeypatch.setattr("serve.prompts._LONGEST_PER_TOKEN", 20)
+    assert answer(5001).status_code == 200
