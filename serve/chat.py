@@ -12,7 +12,6 @@ from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
 from serve.prompts import Prompt, chat_prompt, chat_text, check_length, check_num_choices, sampling_params
 from serve.protocol import ChatRequest
 from serve.request import SamplingParams
-from serve.stream import unless_disconnected
 
 
 class ChatFormat:
@@ -148,7 +147,7 @@ async def prepare(
         serving.thoughts,
     )
     form_of_answer = serving.thoughts.grammar(serving.tools.grammar(request), prompt.beginning)
-    grammar = await unless_disconnected(http_request.receive, serving.grammar_of(form_of_answer))
+    grammar = await serving.grammar_of(http_request, form_of_answer)
     if cut and request.token_limit is not None:
         room = min(request.token_limit, limit - len(prompt.ids))
         request = request.model_copy(update={"max_completion_tokens": room})

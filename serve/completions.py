@@ -10,7 +10,6 @@ from serve.choice import Delta, TokenLogprob
 from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
 from serve.prompts import Prompt, completion_prompts, sampling_params
 from serve.protocol import CompletionRequest
-from serve.stream import unless_disconnected
 
 
 class CompletionFormat:
@@ -82,7 +81,7 @@ async def create_completion(serving: Serving, http_request: Request, request: Co
     prompts = await serving.in_thread(
         http_request, completion_prompts, serving.tokenizer, request, limit, vocab_size, serving.max_choices
     )
-    grammar = await unless_disconnected(http_request.receive, serving.grammar_of(request.grammar_spec))
+    grammar = await serving.grammar_of(http_request, request.grammar_spec)
     params = sampling_params(request, prompts, limit, vocab_size, "prompt", grammar)
     form = CompletionFormat(request, TokenNames(serving.tokenizer, request.return_tokens_as_token_ids))
     return await respond(serving, http_request, request, model, prompts, params, form, timer)

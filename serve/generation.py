@@ -98,11 +98,11 @@ class Serving:
         if not self.engine.ready:
             raise unavailable("The engine is not ready: it is still warming up, or it has stopped.")
 
-    async def grammar_of(self, spec: GrammarSpec | None) -> Grammar | None:
-        """What an answer of this form must follow, if one is asked for; raises APIError."""
+    async def grammar_of(self, http_request: Request, spec: GrammarSpec | None) -> Grammar | None:
+        """What an answer of this form must follow, if one is asked for; raises APIError, and ClientDisconnect as below."""
         if spec is None:
             return None
-        return await self.grammars.get(spec)
+        return await unless_disconnected(http_request.receive, self.grammars.get(spec))
 
     async def in_thread[**P, T](
         self, http_request: Request, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
