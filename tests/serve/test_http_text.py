@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve.choice import Choice
 from serve.request import PromptLogprob, SamplingParams, TokenOutput
-from serve.text import StopScanner, _failure_table
+from serve.text import StopScanner, _failure_table, _failure_tables
 from tests.models.test_tokenizer import sentencepiece_tokenizer
 from tests.serve.http_server import EOS, TOKENIZER, ids
 
@@ -123,6 +123,7 @@ def test_min_tokens_are_exempt_from_stop_strings():
 def test_choices_share_what_is_made_of_their_stop_strings(served, monkeypatch):
     """128 choices with 16 long ones took a second, in which no stream went on."""
     made = []
+    _failure_tables.cache_clear()
     monkeypatch.setattr("serve.text._failure_table", lambda stop: made.append(stop) or _failure_table(stop))
     served.post("/v1/completions", {"prompt": "a", "n": 16, "stop": ["one", "two"]}).raise_for_status()
     assert sorted(made) == ["one", "two"]
