@@ -112,7 +112,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
         # As a batch of one: other threads run meanwhile, which `encode` keeps waiting for a second a megabyte. Fast: without
-        # the place of each token in the text, in 0.7 of the time.
+        # the place of each token in the text.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
