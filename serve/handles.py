@@ -72,6 +72,11 @@ class Handles:
                 np.asarray(x).reshape(*tokens.shape, -1)
                 for x in (self.logprobs, self.top_ids, self.top_logprobs)
             ]
+        if scores is None and self.right is None:  # as most steps are
+            for sequence, token in zip(self.sequences, tokens[:, 0].tolist(), strict=False):
+                if sequence is not None:
+                    yield sequence, 0, [Sampled(token)]
+            return
         for i, sequence in enumerate(self.sequences):
             if sequence is None:
                 continue

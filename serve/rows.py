@@ -22,11 +22,18 @@ class Rows:
         self.pages = PageBook(num_pages, plan.num_page_lists)
         self.sessions = SessionStore(max_stored)
         self.free = list(range(count))[::-1]
+        self._wanted: tuple[np.ndarray, int, int, np.ndarray] | None = (
+            None  # the last: it is mostly asked for twice
+        )
         self.on_evict: Callable[[StoredSession], None] = lambda session: None  # called before its row is gone
 
     def wanted(self, budgets: np.ndarray, tokens: int, tail: int) -> np.ndarray:
         """Pages of each page list of the plan, i64[...]."""
-        return self._plan.group_pages(tokens, tail, budgets).astype(np.int64)
+        last = self._wanted
+        if last is None or last[0] is not budgets or last[1:3] != (tokens, tail):
+            pages = self._plan.group_pages(tokens, tail, budgets).astype(np.int64)
+            last = self._wanted = budgets, tokens, tail, pages
+        return last[3]
 
     def held(self, state: RowState) -> np.ndarray:
         """Those that hold something of a row, i64[...]: it may have more."""

@@ -64,10 +64,14 @@ class Sequence:
     announced: bool = False  # the first output was sent
     grammar: GrammarState | None = None  # it has seen every token that was read
     lookup: PromptLookup | None = None  # where its drafts come from, once it may have some
+    # Of the request, where every step looks them up for every token.
+    sampling: SamplingParams = field(init=False)
+    prompt_length: int = field(init=False)
     _array: np.ndarray | None = None
     _prompt_array: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        self.sampling, self.prompt_length = self.request.sampling, len(self.request.prompt_ids)
         if not self.tokens:
             self.tokens = self.request.prompt_ids  # of all choices, until there are more: it may be long
         if self.sampling.prompt_logprobs is not None and self.choice == 0:
@@ -86,14 +90,6 @@ class Sequence:
         if self._prompt_array is None:
             self._prompt_array = np.asarray(self.request.prompt_ids, np.int32)
         return self._prompt_array
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def generated(self) -> int:

@@ -30,8 +30,12 @@ def kept_entries(budget_ppm: Any, tokens: Any, min_entries: int = 0) -> Any:
 
     `budget_ppm` int32[...] in parts per million, `tokens` int32[...] up to MAX_TOKENS, broadcast against each other;
     NumPy in, NumPy out; JAX in, JAX out. Budgets are whole parts per million, so the ceiling is exact (0.07 of 100 is
-    7), and the product is taken in two digits of base 1000, so it fits in int32 on a device without 64-bit integers.
+    7), and JAX's product is taken in two digits of base 1000, so it fits in int32 on a device without 64-bit integers.
     """
+    if isinstance(tokens, np.ndarray):  # the scheduler asks for each row in each step
+        entries = tokens.astype(np.int64)
+        kept = (budget_ppm * entries + (PPM - 1)) // PPM
+        return np.minimum(np.maximum(kept, min_entries), entries).astype(np.int32)
     n1, n0 = tokens // 1000, tokens % 1000
     b1, b0 = budget_ppm // 1000, budget_ppm % 1000
     low = 1000 * (n1 * b0 + n0 * b1) + n0 * b0
@@ -204,8 +208,7 @@ class CachePlan:
             return kept_entries(ppm, n[..., None], self.min_entries)
         if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
             raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
-        entries = n[..., None].astype(np.int64)
-        return kept_entries(ppm.astype(np.int64), entries, self.min_entries).astype(np.int32)
+        return kept_entries(ppm, n[..., None], self.min_entries)
 
     def locked(self, tokens: Any, budgets: Any = None) -> Any:
         """Entries of each group that are never decided on again: int32[..., M]; the rest is the trailing window."""
