@@ -99,9 +99,8 @@ class Engine:
         with self._wake:
             if not self.ready or self._stopping:
                 raise EngineUnavailable("the engine is not running")
-            if (
-                len(self._sequences) + len(self._commands) >= MOST_REQUESTS
-            ):  # some of these wait to be taken in
+            # Some wait to be taken in.
+            if len(self._sequences) + len(self._commands) >= MOST_REQUESTS:
                 raise EngineUnavailable(f"{MOST_REQUESTS} requests are queued already: try again later")
             self._tell(lambda: self._add(request, on_output))
 
@@ -208,11 +207,17 @@ class Engine:
     def _recover(self, error: Exception) -> bool:
         """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back.
 
-        Copies in host memory go with it: those made since the step began may be of what it has spoilt.
+        What has not begun yet still waits. Copies in host memory go with it: those made since the step began may be of what it has spoilt.
         """
         log.exception("A step failed; all running requests end with an error")
         self._under_way.clear()
+        there = set(self._scheduler.waiting)
+        waits = [
+            i for i, each in self._sequences.items() if all(s in there and not s.generated for s in each)
+        ]
+        waiting = {i: self._sequences.pop(i) for i in waits}
         self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
+        self._sequences.update(waiting)
         self._retired.update(self._scheduler.counters)
         try:
             self._runner.reset()
@@ -221,6 +226,9 @@ class Engine:
             self.failed = True
             return False
         self._scheduler = Scheduler(self._runner.plan, self._limits, self._num_pages, self._runner)
+        for sequence in (s for sequences in waiting.values() for s in sequences):
+            sequence.budgets = self._scheduler.budgets(sequence.request.retention)
+            self._scheduler.add(sequence)
         self._update_stats()
         return True
 

@@ -210,12 +210,14 @@ def test_a_device_failure_ends_what_runs_and_nothing_else(engine, monkeypatch, c
     monkeypatch.setattr(owner, name, fail_once)
     engine.answer(tokens_of(10), max_tokens=3)
     asked = [engine.ask(tokens_of(30, seed), max_tokens=100) for seed in range(RUNNING + 1)]
+    waits = asked.pop()  # has not begun
     for a in asked:
         last = a.wait()[0].outputs[-1]
         assert last.finish_reason == "error"
         assert last.error == "the engine failed while running this request: RuntimeError"
+    assert waits.wait()[0].tokens == greedy(tokens_of(30, RUNNING), 100)
     engine.settle()
-    assert engine.engine.stats().pages_used == 0
+    assert engine.engine.stats().pages_used == engine.engine.stats().pages_stored
     assert "out of memory on the device" in caplog.text
     assert engine.engine.ready
     assert engine.answer(tokens_of(30), max_tokens=20).tokens == greedy(tokens_of(30), 20)
