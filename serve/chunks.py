@@ -1,7 +1,9 @@
 """Which tokens are prefilled in the next step: a chunk of the first sequence that needs one, or several short ones at once.
 
-What a short prompt costs is a step, not its tokens: the weights are read for it alone. So short prompts, what is new in
-conversations and tails to be compressed are packed into one chunk of the sizes that run beside decode steps.
+First come, first served, so that nobody waits for ever; but a prompt that takes many steps has every other one, and the
+others go to those with the fewest tokens to go. What a short prompt costs is a step, not its tokens: the weights are read
+for it alone. So short prompts, what is new in conversations and tails to be compressed are packed into one chunk of the
+sizes that run beside decode steps.
 """
 
 from collections import Counter
@@ -32,12 +34,17 @@ class Chunks:
         """`obtain` frees the pages that a sequence needs, others preempted if it must be; False if it was itself."""
         self._plan, self._limits, self._rows, self._counters = plan, limits, rows, counters
         self._reach_back, self._obtain = reach_back, obtain
+        self._ready: list[Sequence] = []  # of the last step, in the order in which they became so
+        self._by_length = False  # whether the shortest one is next
 
     def next(self, running: Iterable[Sequence], decoding: int, score: bool) -> list[ChunkWork]:
         """The chunks of the next step, beside `decoding` sequences; prompt log-probabilities only if `score`, and alone."""
-        ready = [s for s in running if self._is_ready(s) and (score or not s.needs_prompt_logprobs)]
+        ready = [s for s in self._in_order(running) if score or not s.needs_prompt_logprobs]
         if not ready:
             return []
+        by_length, self._by_length = self._by_length, False
+        if by_length:
+            ready.sort(key=lambda s: s.to_feed)
         first, *others = ready
         group = self._group(first, others, decoding)
         if first.needs_prompt_logprobs:
@@ -51,9 +58,17 @@ class Chunks:
         work = self._chunk(first, most)
         if not work:
             return []  # it was preempted itself, after all who came later
+        self._by_length = not (work.last or by_length)
         # Those that it preempted have no row any more; the others preempt nobody.
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
+
+    def _in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Those that are ready, the one first that has been so for longest."""
+        ready = {s: None for s in running if self._is_ready(s)}
+        before = [s for s in self._ready if s in ready]
+        self._ready = list(dict.fromkeys(before) | ready)
+        return self._ready
 
     def _is_ready(self, sequence: Sequence) -> bool:
         if sequence.state is None or sequence.in_flight or sequence.left < 1:

@@ -207,7 +207,7 @@ class Engine:
     def _recover(self, error: Exception) -> bool:
         """A step failed on the device: everything in the cache is lost, the engine is not, unless False comes back.
 
-        What has not begun yet still waits. Copies in host memory go with it: those made since the step began may be of what it has spoilt.
+        What has not begun still waits. Copies in host memory go, too: the latest may be of what the step has spoilt.
         """
         log.exception("A step failed; all running requests end with an error")
         self._under_way.clear()

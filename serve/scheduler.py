@@ -139,6 +139,8 @@ class Scheduler:
         room = self.limits.room(sequence.left - 1)
         wanted = self.rows.wanted(sequence.budgets, len(sequence.tokens), room)
         missing = self.pages.missing(session.state.holding if session else self.pages.empty(), wanted)
+        if self.running and not self.rows.could_secure(missing + self._soon()):
+            return False  # it would soon be preempted, and all of it run again
         if (hosted or missing > self.pages.free) and self.running and self.offload.busy:
             return False  # copies take their time: others go on meanwhile
         if hosted:
@@ -168,6 +170,11 @@ class Scheduler:
         self.rows.grow(state, len(sequence.tokens), room)
         sequence.state, sequence.room = state, room
         return True
+
+    def _soon(self) -> int:
+        """Pages that those who run will want before long: on average half of what is reserved at a time."""
+        tokens = sum(self.limits.room(s.left) for s in self.running) // 2
+        return tokens * self.plan.num_groups // self.plan.page_size
 
     def _stored(self, sequence: Sequence) -> tuple[StoredSession | None, int]:
         """The stored row that saves most of its prefill, and how many tokens stay."""

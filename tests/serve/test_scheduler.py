@@ -8,7 +8,7 @@ import pytest
 from serve.engine import Engine
 from serve.request import EngineUnavailable, GenerationRequest, RequestRejected, SamplingParams
 from tests.serve.fake_device import VOCAB
-from tests.serve.loop import Loop, make_limits, make_plan
+from tests.serve.loop import Job, Loop, make_limits, make_plan
 
 FULL = make_plan(1.0)  # 4 groups of one head each
 
@@ -184,6 +184,15 @@ def test_the_first_is_never_preempted():
     assert bench.scheduler.counters["preemptions"] > 0
 
 
+def test_those_who_run_have_room_to_go_on_before_others_are_let_in():
+    bench = loop(600, max_running=16, max_stored=0, max_tail=64)  # as many as fit would soon be preempted
+    jobs = [bench.add(prompt(40, i), max_tokens=100, ignore_eos=True) for i in range(24)]
+    bench.drain()
+    for job in jobs:
+        job.check()
+    assert not bench.scheduler.counters["preemptions"]
+
+
 # Tails
 
 
@@ -255,6 +264,43 @@ def test_chunks_are_small_beside_decode_and_large_alone():
     sizes.clear()
     bench.run(prompt(70, 2), max_tokens=1)
     assert sizes == [(32, 0), (32, 0), (8, 0)]  # 6 and 2 again
+
+
+def steps_until_an_answer(bench: Loop, job: Job) -> int:
+    for count in itertools.count():
+        if job.outputs[0]:
+            return count
+        bench.step()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("packed", [(), (16,)])
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one(packed):
+    bench = loop(packed_chunks=packed)
+    jobs = [bench.add(prompt(9), max_tokens=60, ignore_eos=True)]
+    steps_until_an_answer(bench, jobs[0])
+    jobs.append(bench.add(prompt(96, 1), max_tokens=4, ignore_eos=True))  # 12 chunks of 8
+    bench.step()
+    jobs.append(bench.add(prompt(5, 2), max_tokens=4, ignore_eos=True))
+    assert steps_until_an_answer(bench, jobs[2]) <= 4
+    assert 4 < steps_until_an_answer(bench, jobs[1]) <= 16
+    bench.drain()
+    for job in jobs:
+        job.check()
+
+
+@pytest.mark.parametrize("packed", [(), (16,)])
+def test_a_long_prompt_has_every_other_step_whatever_else_wants_one(packed):
+    bench = loop(max_running=9, max_tail=2, packed_chunks=packed)
+    jobs = [bench.add(prompt(9, i), max_tokens=100, ignore_eos=True) for i in range(8)]
+    for job in jobs:
+        steps_until_an_answer(bench, job)
+    jobs.append(bench.add(prompt(96, 9), max_tokens=4, ignore_eos=True))
+    assert steps_until_an_answer(bench, jobs[-1]) <= 2 * 12 + 8
+    assert all(len(job.tokens()) > 8 for job in jobs[:8])
+    bench.drain()
+    for job in jobs:
+        job.check()
 
 
 def test_prompt_logprobs_run_in_chunks_of_their_own_and_use_no_stored_session():
