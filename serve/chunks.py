@@ -63,6 +63,22 @@ class Chunks:
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
 
+    def settle(self, running: Iterable[Sequence]) -> None:
+        """Rows that keep everything come out of a compression as they were: their full tails only count as compressed."""
+        for sequence in running:
+            state = sequence.state
+            if (
+                state is None
+                or state.tail < self._limits.max_tail
+                or sequence.to_feed != 1
+                or sequence.unsure
+            ):
+                continue
+            if self._rows.keeps_all(state):
+                self._leave_prompt(sequence)
+                sequence.room -= state.tail
+                self._rows.settle(state)
+
     def _in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Those that are ready, the one first that has been so for longest."""
         ready = {s: None for s in running if self._is_ready(s)}

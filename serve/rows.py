@@ -9,7 +9,7 @@ from serve.pages import PageBook
 from serve.row_operations import RowOperations
 from serve.sequence import RowState
 from serve.sessions import SessionStore, StoredSession
-from tangram_jax.plan import CachePlan
+from tangram_jax.plan import PPM, CachePlan
 
 
 class Rows:
@@ -94,6 +94,14 @@ class Rows:
         if self.pages.surplus(state.holding, wanted):
             self.pages.trim(state.holding, wanted)
             self._device.trim(state.row, tokens, tail)
+
+    def keeps_all(self, state: RowState) -> bool:
+        return bool((state.budgets == PPM).all())
+
+    def settle(self, state: RowState) -> None:
+        """The tail of a row that keeps everything counts as compressed."""
+        state.compressed, state.tail = state.cached, 0
+        self._device.settle(state.row, state.compressed)
 
     def rollback(self, state: RowState, count: int) -> None:
         state.tail -= count

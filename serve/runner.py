@@ -32,6 +32,7 @@ from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
 from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
+from tangram_jax.offload import set_counts
 from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
@@ -246,6 +247,9 @@ class Runner(RowCopies):
     def rollback(self, row: int, count: int) -> None:
         self.cache = tables.rollback(self.plan, self.cache, np.int32(row), np.int32(count))
 
+    def settle(self, row: int, tokens: int) -> None:
+        self.cache = set_counts(self.cache, np.int32(row), np.int32(tokens), np.int32(0))
+
     def fork(self, src: int, dst: int) -> None:
         self.cache = tables.fork(self.plan, self.cache, np.int32(src), np.int32(dst))
 
@@ -303,6 +307,7 @@ class Runner(RowCopies):
         self.fork(0, 1 % self.num_rows)
         self.rollback(0, 0)
         self.trim(0, 0, 0)
+        self.settle(0, 0)
         self.release(0)
         self.release(1 % self.num_rows)
         if self.transfers:

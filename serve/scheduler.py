@@ -85,6 +85,7 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step, with all its pages reserved; None when nothing can run now."""
         self._admit()
+        self._chunks.settle(self.running)
         max_tail = self.limits.max_tail
         decode = [s for s in list(self.running) if s.decodes(max_tail) and self._make_room(s)]
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.

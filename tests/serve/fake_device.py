@@ -143,6 +143,13 @@ class FakeDevice:
         reach = min(self.plan.window, self.plan.lengths(state.compressed, state.budgets).min())
         assert state.tail >= -reach, "rolled back into locked entries"
 
+    def settle(self, row: int, tokens: int) -> None:
+        self.calls.append(("settle", row, tokens))
+        state = self.rows[row]
+        assert tokens == len(state.content)
+        assert (self.plan.lengths(tokens, state.budgets) == tokens).all()
+        state.compressed = tokens
+
     def fork(self, src: int, dst: int) -> None:
         self.calls.append(("fork", src, dst))
         source = self.rows[src]

@@ -108,8 +108,9 @@ def test_a_prompt_whose_logprobs_are_wanted_is_alone_in_its_step(scored):
     assert seen == (others if scored == 0 else others[::-1])
 
 
-def test_a_chunk_preempts_nobody_whose_chunk_is_in_the_same_step():
+def test_a_chunk_preempts_nobody_whose_chunk_is_in_the_same_step(monkeypatch):
     """Two generations whose tails are full at once, and any number of pages from what one needs to what both do."""
+    monkeypatch.setattr("serve.rows.Rows.keeps_all", lambda *_: False)
     plan, shared, preempted = make_plan(1.0), 0, 0
     for pages in range(plan.pages(46, 20), 2 * plan.pages(46, 20) + 1, 3):
         bench = loop(pages, plan=plan, **PACKED | {"max_stored": 0, "max_running": 2, "packed_places": 2})

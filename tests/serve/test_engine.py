@@ -14,6 +14,7 @@ from serve.request import EngineUnavailable, GenerationRequest, RequestRejected,
 from tangram_jax.scorers import get_scorer
 from tests.serve.tiny_engine import (
     CONFIG,
+    GEMMA2,
     LENGTH,
     PARAMS,
     RUNNING,
@@ -45,7 +46,7 @@ def test_concurrent_requests_of_many_lengths(engine):
     stats = engine.engine.stats()
     assert stats.generation_tokens_total == 8 * 50
     assert stats.preemptions_total == 0
-    assert stats.tail_compressions_total == 8  # after 48 tokens kept whole
+    assert stats.tail_compressions_total == 0  # nothing to compress after 48 tokens: all is kept
     assert stats.retention_reached == pytest.approx(1.0)
 
 
@@ -81,14 +82,24 @@ def test_preemption_changes_nothing():
         assert answer.tokens == greedy(prompt, 110, guess=answer.tokens)
 
 
-def test_tails_of_eight_tokens():
+@pytest.mark.parametrize(
+    ("kind", "config", "compresses"),
+    [("full", CONFIG, False), ("full", CONFIG, True), ("gemma2", GEMMA2, False)],
+)
+def test_tails_of_eight_tokens(kind, config, compresses, monkeypatch):
+    """Of rows that keep everything a tail counts as compressed, which changes as little as compressing it would."""
     prompts = [tokens_of(n) for n in (3, 60)]
-    with tiny_engine(max_tail=8) as tiny:
+    if compresses:
+        monkeypatch.setattr("serve.rows.Rows.keeps_all", lambda *_: False)
+    with tiny_engine(kind, max_tail=8) as tiny:
         answers = ask_all(tiny, prompts, max_tokens=40)
-        assert tiny.engine.stats().tail_compressions_total == 2 * 4
+        assert tiny.engine.stats().tail_compressions_total == (2 * 4 if compresses else 0)
+        turn = [*prompts[1], *answers[1].tokens, *tokens_of(9, 5)]
+        answers.append(tiny.answer(turn, max_tokens=20))
+        assert answers[2].cached == 60 + 39
         tiny.forget()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == greedy(prompt, 40)
+    for prompt, answer in zip([*prompts, turn], answers, strict=True):
+        assert answer.tokens == greedy(prompt, len(answer.tokens), guess=answer.tokens, config=config)
 
 
 def test_a_prompt_whose_answer_was_compressed_answers_once_more():

@@ -115,6 +115,7 @@ def test_conversations_and_long_generations_share_steps_too(tiny, monkeypatch):
         return run(work, read_all)
 
     monkeypatch.setattr(tiny.runner, "run", record)
+    monkeypatch.setattr("serve.rows.Rows.keeps_all", lambda *_: False)  # compressed, with nothing to lose
     first = ask_all(tiny, SHORT[:3], max_tokens=60, **FULL)
     turns = [p + a.tokens + [9, 9] for p, a in zip(SHORT[:3], first, strict=True)]
     second = ask_all(tiny, turns, max_tokens=4, **FULL)

@@ -106,6 +106,8 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
     pages = int(np.random.default_rng([seed, 1]).integers(145, 180))  # a row has 128 at most, with rings 144
     if case.kind == "gpu":
         pages //= case.heads_per_page  # of twice as many tokens, and as many heads or half
+    if seed % 2:  # rows that keep everything are compressed as if they did not
+        monkeypatch.setattr("serve.rows.Rows.keeps_all", lambda *_: False)
     monkeypatch.setattr("serve.limits.ROOM", 4)  # so that a generation soon needs more of them
     with tiny_engine(
         case.kind,
