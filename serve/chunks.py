@@ -63,21 +63,33 @@ class Chunks:
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
 
-    def settle(self, running: Iterable[Sequence]) -> None:
-        """Rows that keep everything come out of a compression as they were: their full tails only count as compressed."""
+    def tend(self, running: Iterable[Sequence]) -> None:
+        """Full tails are due to be compressed, and nearly full ones with them where one chunk takes several.
+
+        From then on these are full at the same time. Rows that keep everything come out of a compression as they were:
+        their full tails only count as compressed.
+        """
+        limits = self._limits
+        full: list[Sequence] = []
+        near: list[tuple[int, Sequence]] = []
         for sequence in running:
             state = sequence.state
-            if (
-                state is None
-                or state.tail < self._limits.max_tail
-                or sequence.to_feed != 1
-                or sequence.unsure
-            ):
+            if state is None or state.tail < limits.nearly_full or not sequence.may_decode:
                 continue
             if self._rows.keeps_all(state):
-                self._leave_prompt(sequence)
-                sequence.room -= state.tail
-                self._rows.settle(state)
+                if state.tail >= limits.max_tail and not sequence.unsure:
+                    self._leave_prompt(sequence)
+                    sequence.room -= state.tail
+                    self._rows.settle(state)
+            elif sequence.due or state.tail >= limits.max_tail:
+                full.append(sequence)
+            else:
+                near.append((state.tail, sequence))
+        if limits.packed_chunks and not all(s.due for s in full):
+            near.sort(key=lambda tail_of: -tail_of[0])
+            full += [sequence for _, sequence in near[: max(limits.packed_places - len(full), 0)]]
+        for sequence in full:
+            sequence.due = True
 
     def _in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
         """Those that are ready, the one first that has been so for longest."""
@@ -141,7 +153,7 @@ class Chunks:
         # Looked up first: what is left behind for a compression is left once.
         if last and not preempt and not self._rows.could_secure(self._missing(sequence, wanted)):
             return None
-        compresses = sequence.generated and state.tail >= self._limits.max_tail
+        compresses, sequence.due = sequence.due, False
         if compresses:
             self._leave_prompt(sequence)
         back = self._again(sequence)

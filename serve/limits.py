@@ -29,6 +29,11 @@ class Limits:
         """Sequences that decode beside packed chunks at most; see `Buckets.logits`."""
         return self.max_running + 1 - self.packed_places
 
+    @property
+    def nearly_full(self) -> int:
+        """Tail tokens from which on a generation is compressed together with another one that must be."""
+        return max(self.max_tail * 3 // 4, 1)
+
     def room(self, left: int) -> int:
         """Tail tokens to reserve at a time for a sequence with `left` to go."""
         return min(ROOM, self.max_tail, max(left, 0))

@@ -85,7 +85,7 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next step, with all its pages reserved; None when nothing can run now."""
         self._admit()
-        self._chunks.settle(self.running)
+        self._chunks.tend(self.running)
         max_tail = self.limits.max_tail
         decode = [s for s in list(self.running) if s.decodes(max_tail) and self._make_room(s)]
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.
@@ -269,7 +269,7 @@ class Scheduler:
         self.counters["preemptions"] += 1
         self.offload.preempted(sequence)
         self.rows.release(sequence.state)
-        sequence.state, sequence.phase = None, Phase.WAITING
+        sequence.state, sequence.phase, sequence.due = None, Phase.WAITING, False
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
 

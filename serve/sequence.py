@@ -61,6 +61,7 @@ class Sequence:
     continued: bool = False  # its row was a stored conversation's
     # Counts of tokens at which a copy is stored, and the prompt that waits for it; None: for those that may come.
     borders: dict[int, "Sequence | None"] = field(default_factory=dict)
+    due: bool = False  # its tail is to be compressed
     announced: bool = False  # the first output was sent
     grammar: GrammarState | None = None  # it has seen every token that was read
     lookup: PromptLookup | None = None  # where its drafts come from, once it may have some
@@ -112,12 +113,14 @@ class Sequence:
         """Tokens that may still be sampled."""
         return self.sampling.max_tokens - self.generated
 
+    @property
+    def may_decode(self) -> bool:
+        """Whether there is one token to feed, sampled here, and more are wanted."""
+        return self.state is not None and self.to_feed == 1 and self.left > 0 and self.generated > 0
+
     def decodes(self, max_tail: int) -> bool:
-        """Whether its next token is sampled by a decode step; false where a tail of `max_tail` is to be compressed first."""
-        state = self.state
-        if state is None or self.to_feed != 1 or self.left < 1 or self.generated < 1:
-            return False
-        return 0 <= state.tail < max_tail
+        """Whether its next token is sampled by a decode step; false where its tail is to be compressed first."""
+        return self.may_decode and not self.due and self.state is not None and 0 <= self.state.tail < max_tail
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -96,6 +96,21 @@ def test_tails_that_are_full_together_are_compressed_together():
         job.check()
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_nearly_full_tails_are_compressed_with_a_full_one(packed):
+    """From then on they are full together: it costs no more compressions."""
+    bench = loop(plan=make_plan(), **(PACKED if packed else {}) | {"max_tail": 12})
+    seen, jobs = steps_of(bench), []
+    for i in range(3):
+        jobs.append(bench.add(prompt(6, i), max_tokens=40, ignore_eos=True))
+        bench.step()
+    bench.drain()
+    tails = [sorted(request for request, _ in chunks) for chunks in seen if chunks][3:]
+    assert tails == ([[0, 1, 2]] * 3 if packed else [[0], [1], [2]] * 3)
+    for job in jobs:
+        job.check()
+
+
 @pytest.mark.parametrize("scored", [0, 1])
 def test_a_prompt_whose_logprobs_are_wanted_is_alone_in_its_step(scored):
     """The program of several chunks has no logits but their last ones."""
