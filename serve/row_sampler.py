@@ -14,9 +14,9 @@ from serve.buckets import Buckets, pad
 from serve.compiling import Program
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.inputs import Drafts
-from serve.new_rows import SIZES, batches
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
+from serve.row_changes import SIZES, batches
 from serve.sequence import Sequence
 from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY, RowParams, SamplerState, Variant

@@ -23,16 +23,15 @@ from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
 from serve.inputs import Drafts, inputs_of
-from serve.new_rows import NewRows
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
+from serve.row_changes import Kind, RowChanges
 from serve.row_sampler import RowSampler
 from serve.sequence import Sequence, Work
 from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
 from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
-from tangram_jax.offload import set_counts
 from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
@@ -96,7 +95,7 @@ class Runner(RowCopies):
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._cache: Cache
-        self._new_rows = NewRows(plan, num_rows)
+        self._changes = RowChanges(plan, num_rows)
         self.transfers: Transfers | None = None
         if host_bytes:
             page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
@@ -122,11 +121,12 @@ class Runner(RowCopies):
 
     @property
     def cache(self) -> Cache:
-        """Whoever reads it finds new rows as they are to be, for which programs may run: only one thread may.
+        """Whoever reads it finds rows as they are to be, for which programs may run: only one thread may.
 
         All that changes the cache reads this.
         """
-        self._settle()
+        if self._changes:
+            self._cache = self._changes.make(self._cache)
         return self._cache
 
     @cache.setter
@@ -145,7 +145,7 @@ class Runner(RowCopies):
         """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("_cache", None)
-        self._new_rows.clear()
+        self._changes.clear()
         if self.transfers:
             self.transfers.reset()
         # Committed to the device like the weights: arrays that are not would make a second set of programs.
@@ -230,25 +230,24 @@ class Runner(RowCopies):
     # RowOperations
 
     def set_budgets(self, row: int, budgets: np.ndarray) -> None:
-        self._new_rows.set_budgets(row, budgets)
+        self._change("budgets", row, budgets)
 
     def reserve(self, row: int, tokens: int, tail: int) -> None:
-        if row in self._new_rows:
-            self._settle()
-        self._new_rows.reserve(row, tokens, tail)
-
-    def _settle(self) -> None:
-        if self._new_rows:
-            self._cache = self._new_rows.give(self._cache)
+        self._change("pages", row, (tokens, tail))
 
     def trim(self, row: int, tokens: int, tail: int) -> None:
-        self.cache = tables.trim(self.plan, self.cache, np.int32(row), np.int32(tokens), np.int32(tail))
+        self._change("trims", row, (tokens, tail))
 
     def rollback(self, row: int, count: int) -> None:
-        self.cache = tables.rollback(self.plan, self.cache, np.int32(row), np.int32(count))
+        self._change("rollbacks", row, count)
 
     def settle(self, row: int, tokens: int) -> None:
-        self.cache = set_counts(self.cache, np.int32(row), np.int32(tokens), np.int32(0))
+        self._change("counts", row, (tokens, 0))
+
+    def _change(self, kind: Kind, row: int, what: Any) -> None:
+        if not self._changes.wait(kind, row, what):
+            self.cache = self.cache  # all that waits is made
+            self._changes.wait(kind, row, what)
 
     def fork(self, src: int, dst: int) -> None:
         self.cache = tables.fork(self.plan, self.cache, np.int32(src), np.int32(dst))
@@ -302,12 +301,9 @@ class Runner(RowCopies):
         yield from self.sampler.programs(b)
 
     def _warm_tables(self) -> Any:
-        self.cache = self._new_rows.warm_up(self.cache)
+        self.cache = self._changes.warm_up(self.cache)
         self.reserve(0, 1, 0)
         self.fork(0, 1 % self.num_rows)
-        self.rollback(0, 0)
-        self.trim(0, 0, 0)
-        self.settle(0, 0)
         self.release(0)
         self.release(1 % self.num_rows)
         if self.transfers:

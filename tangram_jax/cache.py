@@ -283,21 +283,20 @@ def reserve(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, ta
 def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail: jax.Array) -> Cache:
     """Give back what `row` owns beyond plan.group_pages(tokens, tail) pages of each group, but nothing that it holds.
 
-    Raises ValueError, as `release` and `fork` do, for several rows.
+    Of several rows i32[N], all different, with `tokens` and `tail` i32[N], the same as of one after the other.
     """
     check_plan(plan, cache)
-    row = _one_row(cache, row)
-    of = cache.row(row)
-    pages = of.pages
-    needed = [_columns(plan, cache, row[None], *held)[0] for held in ((tokens, tail), (of.tokens, of.tail))]
-    given = (pages != NO_PAGE) & ~(needed[0] | needed[1])
-    cache = _return_pages(cache, pages, given)
-    return replace(cache, table=cache.table.at[row].set(jnp.where(given, NO_PAGE, pages)))
+    rows = jnp.atleast_1d(cache.known(row))
+    of = cache.row(rows)
+    needed = _columns(plan, cache, rows, tokens, tail) | _columns(plan, cache, rows, of.tokens, of.tail)
+    given = (of.pages != NO_PAGE) & ~needed  # no other row's: these hold what both do
+    cache = _return_pages(cache, of.pages.reshape(-1), given.reshape(-1))
+    return replace(cache, table=cache.table.at[rows].set(jnp.where(given, NO_PAGE, of.pages)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
-    """Give back every page of `row`, and forget its tokens and what budgets it had of its own."""
+    """Give back every page of `row`, and forget its tokens and own budgets. ValueError, as in `fork`, for several rows."""
     check_plan(plan, cache)
     row = _one_row(cache, row)
     pages = cache.row(row).pages

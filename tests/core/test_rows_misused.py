@@ -92,7 +92,6 @@ def test_several_rows_where_one_is_wanted():
     plan, rows = plan_of("1.0", 2, 8), np.array([0, 1])
     for change in (
         lambda cache: tj.release(plan, cache, rows),
-        lambda cache: tj.trim(plan, cache, rows, np.int32(0), np.int32(0)),
         lambda cache: tj.fork(plan, cache, ROW, rows),
     ):
         with pytest.raises(ValueError, match=r"rows \[2\]: give one at a time, as a number"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tangram_jax as tj
 from models.testing import tiny_config
 from tangram_jax import sampling
+from tangram_jax.offload import set_counts
 
 CONFIG = tiny_config(num_layers=2, sliding_window=12, sliding_layers=(0,))
 RATIOS = np.random.default_rng(0).uniform(0.1, 0.9, (1, 1, CONFIG.num_kv_heads)).astype(np.float32)
@@ -57,6 +58,26 @@ def test_reserve(rows, tokens, tail, pages, held):
             owned = (np.asarray(one.table[row]) >= 0).sum()
             if owned < PLAN.group_pages(*map(int, counts), OWN[row]).sum():
                 break  # the first that found too few
+    same(at_once, one)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.permutations([*range(ROWS), ROWS, -1]),
+    tokens=st.lists(st.integers(0, 96), min_size=ROWS + 2, max_size=ROWS + 2),
+    tail=st.lists(st.integers(0, MAX_TAIL), min_size=ROWS + 2, max_size=ROWS + 2),
+    held=st.lists(st.integers(0, 60), min_size=ROWS, max_size=ROWS),
+)
+def test_trim(rows, tokens, tail, held):
+    """Also of rows that hold more than they are to keep pages for, and of no rows."""
+    cache = tj.set_budgets(PLAN, new_cache(900), np.arange(ROWS), OWN)
+    cache = tj.reserve(PLAN, cache, np.arange(ROWS), np.full(ROWS, 80), np.full(ROWS, MAX_TAIL))
+    cache = set_counts(cache, np.arange(ROWS), np.array(held, np.int32), np.full(ROWS, 3, np.int32))
+    rows, tokens, tail = (np.array(x, np.int32) for x in (rows, tokens, tail))
+    one = jax.tree.map(jax.numpy.copy, cache)
+    at_once = tj.trim(PLAN, cache, rows, tokens, tail)
+    for row, *counts in zip(rows, tokens, tail, strict=True):
+        one = tj.trim(PLAN, one, row, *counts)
     same(at_once, one)
 
 

@@ -10,13 +10,15 @@ import pytest
 
 import tangram_jax as tj
 from models.testing import tiny_config
-from serve.new_rows import SIZES, NewRows, batches
 from serve.pages import PageBook
 from serve.request import GenerationRequest, SamplingParams
+from serve.row_changes import SIZES, RowChanges, batches
 from serve.row_sampler import RowSampler
 from serve.sequence import RowState, Sequence
 from tangram_jax import cache as tables
 from tangram_jax import sampling
+from tangram_jax.cache import NO_PAGE
+from tangram_jax.offload import set_counts
 from tests.serve.tiny_engine import RUNNING, tiny_engine, tiny_runner
 
 CONFIG = tiny_config(num_layers=2)
@@ -44,19 +46,6 @@ def counted(module, name, calls):
     return mock.patch.object(module, name, call)
 
 
-class AtOnce:
-    """What `NewRows` is to do, done at once."""
-
-    def __init__(self) -> None:
-        self.cache = new_cache()
-
-    def set_budgets(self, row, budgets):
-        self.cache = tables.set_budgets(PLAN, self.cache, row, budgets)
-
-    def reserve(self, row, tokens, tail):
-        self.cache = tables.reserve(PLAN, self.cache, row, tokens, tail)
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 16, 17, 35])
 def test_everything_in_batches(count):
     waiting = {row: str(row) for row in range(count)}
@@ -68,48 +57,95 @@ def test_everything_in_batches(count):
     assert seen == waiting
 
 
+AT_ONCE = {
+    "budgets": lambda cache, row, own: tables.set_budgets(PLAN, cache, row, own),
+    "trims": lambda cache, row, held: tables.trim(PLAN, cache, row, *held),
+    "rollbacks": lambda cache, row, count: tables.rollback(PLAN, cache, row, count),
+    "counts": lambda cache, row, counts: set_counts(cache, row, *counts),
+    "pages": lambda cache, row, held: tables.reserve(PLAN, cache, row, *held),
+}
+
+
+class Both:
+    """Changes that wait, and the same made at once."""
+
+    def __init__(self) -> None:
+        self.changes, self.waits, self.at_once = RowChanges(PLAN, ROWS), new_cache(), new_cache()
+
+    def change(self, kind, row, what):
+        if not self.changes.wait(kind, row, what):
+            self.waits = self.changes.make(self.waits)
+            assert self.changes.wait(kind, row, what)
+        self.at_once = AT_ONCE[kind](self.at_once, np.int32(row), what)
+
+    def release(self, row):
+        self.waits = tables.release(PLAN, self.changes.make(self.waits), np.int32(row))
+        self.at_once = tables.release(PLAN, self.at_once, np.int32(row))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order(seed):
-    """Rows of all lengths, with and without budgets of their own, released and taken again between."""
-    random = np.random.default_rng(seed)
-    waits, at_once, cache = NewRows(PLAN, ROWS), AtOnce(), new_cache()
+    """Rows of all lengths, with and without budgets of their own, compressed, cut, released and taken again between."""
+    random, both = np.random.default_rng(seed), Both()
     used: dict[int, tuple[int, int]] = {}
-
-    def both(what, row, *given):
-        nonlocal cache
-        if what == "reserve" and row in waits:
-            cache = waits.give(cache)
-        getattr(waits, what)(row, *given)
-        getattr(at_once, what)(np.int32(row), *given)
-
-    for _ in range(60):
+    for _ in range(90):
         row = int(random.integers(ROWS))
-        if row in used and random.random() < 0.4:
-            del used[row]
-            cache = tables.release(PLAN, waits.give(cache), np.int32(row))
-            at_once.cache = tables.release(PLAN, at_once.cache, np.int32(row))
+        if row not in used:
+            if random.random() < 0.5:
+                both.change("budgets", row, PLAN.budgets_at(float(random.uniform(0.1, 1.0))))
+            used[row] = int(random.integers(1, MAX_TOKENS - MAX_TAIL)), int(random.integers(MAX_TAIL))
+            both.change("pages", row, used[row])
+            both.change("counts", row, used[row])
             continue
-        if row not in used and random.random() < 0.5:
-            both("set_budgets", row, PLAN.budgets_at(float(random.uniform(0.1, 1.0))))
-        used[row] = int(random.integers(1, MAX_TOKENS)), int(random.integers(MAX_TAIL))
-        both("reserve", row, *used[row])
-    for one, other in zip(jax.tree.leaves(waits.give(cache)), jax.tree.leaves(at_once.cache), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert not waits
-    assert int(at_once.cache.num_free) > 0
+        tokens, tail = used[row]
+        match random.integers(4):
+            case 0:
+                del used[row]
+                both.release(row)
+            case 1:
+                count = int(random.integers(tail + 1))
+                both.change("rollbacks", row, count)
+                used[row] = tokens, tail - count
+            case 2:  # as a compression
+                both.change("counts", row, (tokens, 0))
+                both.change("trims", row, (tokens, 0))
+                used[row] = tokens, 0
+            case 3:
+                used[row] = tokens, MAX_TAIL - 1
+                both.change("pages", row, used[row])
+                both.change("counts", row, used[row])
+    one, other = both.changes.make(both.waits), both.at_once
+    assert not both.changes
+    for name in ("tokens", "tail", "budgets", "num_free"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_array_equal(one.table == NO_PAGE, other.table == NO_PAGE)
+    owned = np.sort(np.asarray(one.table[one.table != NO_PAGE]))
+    assert (np.diff(owned) > 0).all()  # nobody's twice
+    np.testing.assert_array_equal(owned, np.flatnonzero(one.owners))
+    assert int(one.num_free) == PAGES - len(owned)
+
+
+def test_pages_are_given_back_before_others_are_taken():
+    both = Both()
+    both.change("pages", 0, (MAX_TOKENS - MAX_TAIL, MAX_TAIL))
+    both.waits = both.changes.make(both.waits)
+    both.change("pages", 1, (10, 2))
+    both.change("trims", 0, (10, 2))  # of another row: it comes before
+    assert [kind for kind, rows in both.changes._waiting.items() if rows] == ["trims", "pages"]
+    assert not both.changes.wait("trims", 1, (10, 2))  # of the same: it would come too early
+    assert both.changes.wait("counts", 0, (10, 2))
+    assert not both.changes.wait("counts", 0, (10, 2))
 
 
 def test_a_crowd_costs_few_programs():
     calls: Counter[str] = Counter()
-    waits = NewRows(PLAN, ROWS)
+    changes = RowChanges(PLAN, ROWS)
     for row in range(ROWS):
-        waits.set_budgets(row, PLAN.budgets_at(0.2))
-        waits.reserve(row, 10, 2)
-    assert 3 in waits
-    assert ROWS not in waits
+        assert changes.wait("budgets", row, PLAN.budgets_at(0.2))
+        assert changes.wait("pages", row, (10, 2))
     with counted(tables, "set_budgets", calls), counted(tables, "reserve", calls):
-        cache = waits.give(new_cache())
-        waits.give(cache)
+        cache = changes.make(new_cache())
+        changes.make(cache)
     assert calls == {"set_budgets": 2, "reserve": 2}
 
 
