@@ -77,9 +77,11 @@ class Recipe:
                 "calibrate again with `python -m calibrate`"
             ) from error
         if tokens >= max_model_len:  # a prompt has one token less at least
+            fewer = max_model_len // 2
+            what = f"calibrate with --sample-tokens {fewer}" if fewer > least else "raise --max-model-len"
             raise ConfigError(
                 f"--drift-interval: the profile's samples have {tokens} tokens, more than a prompt can have here "
-                f"({max_model_len - 1}): leave the option out, or calibrate with --sample-tokens {max_model_len // 2}"
+                f"({max_model_len - 1}): leave the option out, or {what}"
             )
         return cls(scorer=scorer, tokens=tokens, retention=profile.retention, **not_ranked)
 

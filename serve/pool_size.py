@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import ModelConfig
 from models.registry import LoadedModel
@@ -84,9 +85,12 @@ def shorter_request(
         size = math.ceil(largest * page_bytes / 2**20)
         more = f"--num-pages {largest}" if config.num_pages else f"--kv-cache-memory {size}MiB"
         shorter = f", or --max-model-len {fits}" if fits > 1 else ""
+        # What a row has at any retention: its least entries and its tail.
+        least = row_layout(plan, length, tail, np.zeros_like(plan.group_ppm)).width
+        lower = "--retention" if least <= num_pages else "--min-entries or --tail-limit"
         raise ConfigError(
             f"the KV pool has {num_pages} pages, one request of {length} tokens needs up to {largest}: "
-            f"write {more}, or a lower --retention{shorter}"
+            f"write {more}, or a lower {lower}{shorter}"
         )
     log.warning("The KV pool holds one request of %d tokens at most; --max-model-len set to that", fits)
     return fits

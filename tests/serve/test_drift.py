@@ -285,6 +285,10 @@ def test_where_prompts_cannot_be_compared(profile, tmp_path):
     assert "samples have 64 tokens, more than a prompt can have here (63)" in fault(
         profile=path, max_model_len=64
     )
+    for length, advice in ((100, "with --sample-tokens 50"), (40, "or raise --max-model-len")):
+        made = profile.provenance | {"sample_tokens": 200}
+        dataclasses.replace(profile, provenance=made).save(path)
+        assert advice in fault(profile=path, max_model_len=length)
     # The same where it is the pool that has no room for longer prompts.
     longer = profile.provenance | {"sample_tokens": 1000}
     dataclasses.replace(profile, provenance=longer).save(path)
