@@ -220,16 +220,23 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         positions = max(positions, scaling.stretched)
     if window is not None and is_whole(positions) and window >= positions and sliding_theta is None:
         sliding_layers, window = (), None  # nothing outgrows it
+    reach = None
     if sliding_layers and len(sliding_layers) == config["num_hidden_layers"]:
-        problems.append(f"sliding_window={window} in every layer (nothing of the cache would be compressed)")
+        if architecture.startswith(_ALL_SLIDING):
+            reach, sliding_layers, window = window, (), None  # so far it hides nothing
+        else:
+            problems.append(
+                f"sliding_window={window} in every layer (nothing of the cache would be compressed)"
+            )
     if problems:
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
-            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer, soft caps but Gemma 2's, biases but "
-            f"Qwen 2's and GPT-OSS's; quantised by {', '.join(METHODS)}, GPT-OSS by mxfp4, or not at all; rope scaling "
-            "default, linear, llama3 or yarn"
+            f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer of Gemma or GPT-OSS, soft caps but "
+            f"Gemma 2's, biases but Qwen 2's and GPT-OSS's; quantised by {', '.join(METHODS)}, "
+            "GPT-OSS by mxfp4, or not at all; rope scaling default, linear, llama3 or yarn"
         )
     _check_numbers(config, name)
+    positions = _at_most(reach, positions, name, "a sliding window in every layer")
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
     fields: dict[str, Any] = dict(
         name=name,
@@ -240,7 +247,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=config.get("head_dim") or hidden_size // num_heads,
-        max_positions=_undivided(config, positions, name),
+        max_positions=_at_most(_undivided(config), positions, name, "dual chunk attention"),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -310,20 +317,24 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
     return problems
 
 
+# Released ones have a window in every layer: they are taken as far as it reaches, where attention to all tokens is exact.
+_ALL_SLIDING = ("Mistral", "Mixtral", "Qwen")
 _OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _NEVER_NULL = ("rope_theta", "rope_local_base_freq", "max_position_embeddings")
 
 
-def _undivided(config: Mapping[str, Any], positions: int, name: str) -> int:
-    """Positions that Qwen 2.5 1M reaches without its dual chunk attention, which this package lacks."""
+def _undivided(config: Mapping[str, Any]) -> Any:
+    """Positions that Qwen 2.5 1M reaches without its dual chunk attention."""
     divided = config.get("dual_chunk_attention_config")
-    most = divided.get("original_max_position_embeddings", 0) if isinstance(divided, Mapping) else 0
+    return divided.get("original_max_position_embeddings") if isinstance(divided, Mapping) else None
+
+
+def _at_most(most: Any, positions: int, name: str, lacking: str) -> int:
+    """The positions that a model reaches without what this package lacks, if that is a number."""
     if not is_whole(most) or most >= positions:
         return positions
-    log.warning(
-        "%s: at most %d of %d positions, dual chunk attention is not supported", name, most, positions
-    )
-    return int(most)
+    log.warning("%s: at most %d of %d positions, %s is not supported", name, most, positions, lacking)
+    return most
 
 
 def _first_token_id(config: Mapping[str, Any], where: str) -> int | None:

@@ -164,7 +164,7 @@ def test_fields_of_mixtral():
         ({"moe_intermediate_size": None}, "moe_intermediate_size=None"),
         ({"mlp_only_layers": "1"}, "mlp_only_layers='1'"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-        ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32 in every layer"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0"),
     ],
     ids=str,
 )

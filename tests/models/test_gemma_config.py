@@ -5,12 +5,14 @@ import json
 import numpy as np
 import pytest
 
+from models.attention import dense_attend
 from models.config import UnsupportedModelError, config_from_huggingface
 from models.gemma import GEMMA3_ARCHITECTURES
 from models.overrides import overridden
 from models.rope import rope_frequencies
 from models.rope_scaling import RopeScaling
-from models.testing import tiny_gemma_config
+from models.testing import random_params, tiny_config, tiny_gemma_config
+from models.transformer import forward
 from tests.models.checkpoints import GOLDEN
 
 HF_CONFIG = json.loads((GOLDEN / "tiny_gemma3" / "config.json").read_text())
@@ -153,25 +155,59 @@ def test_windows_of_other_models(changes, layers):
     assert config.sliding_rope_theta is None and config.norm_offset == 0.0 and not config.post_norms
 
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["MistralForCausalLM"]},
+        {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 4},  # which it ignores
+        {"architectures": ["MixtralForCausalLM"]},
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0},
+        QWEN | {"layer_types": ["sliding_attention"] * 4},
+        QWEN | MOE | {"architectures": ["Qwen3MoeForCausalLM"]},
+    ],
+)  # fmt: skip
+def test_a_window_in_every_layer_is_as_far_as_the_model_goes(changes, caplog):
+    """Up to there no token is hidden: it was refused."""
+    config = config_from_huggingface(LLAMA | changes | {"sliding_window": 64}, "x")
+    assert "x: at most 64 of 512 positions, a sliding window in every layer is not supported" in caplog.text
+    without = {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    assert config == config_from_huggingface(LLAMA | changes | without, "x").replace(max_positions=64)
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
+    config = config_from_huggingface(LLAMA | changes | yarn | {"sliding_window": 600}, "x")
+    assert config.max_positions == 600 and "at most 600 of 1024 positions" in caplog.text
+    caplog.clear()
+    assert config_from_huggingface(LLAMA | changes | {"sliding_window": 512}, "x").max_positions == 512
+    assert not caplog.records
+
+
+def test_mistrals_window_where_the_file_does_not_say_it():
+    given = LLAMA | {"architectures": ["Other", "MistralForCausalLM"], "max_position_embeddings": 8192}
+    assert config_from_huggingface(given, "x").max_positions == 4096
+
+
+def test_within_a_window_every_token_is_seen():
+    config = tiny_config(num_layers=2)
+    params, tokens = random_params(config), np.arange(8, 32, dtype=np.int32)
+    positions = np.arange(24, dtype=np.int32)
+
+    def logits(config):
+        return forward(params, config, tokens, positions, dense_attend(positions, config=config), None)[0]
+
+    windowed = config.replace(sliding_layers=(0, 1), sliding_window=24)
+    np.testing.assert_array_equal(logits(windowed), logits(config))
+    shorter = np.asarray(logits(windowed.replace(sliding_window=23)))
+    assert np.abs(shorter - logits(config))[-1].max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "in every layer .nothing of the cache"),
-        (MIXED | QWEN | {"layer_types": ["sliding_attention"] * 4}, "sliding_window=64 in every layer"),
         (MIXED, "layers of sliding_attention beside others in LlamaForCausalLM"),
         (MIXED | {"architectures": ["MistralForCausalLM"]}, "sliding_attention beside others in Mistral"),
-        (
-            MIXED | {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 4},
-            "sliding_window=64 in every layer",
-        ),
         (MIXED | {"architectures": ["Qwen3ForCausalLM"]}, "sliding_window=None"),  # use_sliding_window is not set
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64,
-                "max_window_layers": 0,
-            },
-            "sliding_window=64 in every layer",
-        ),
         (
             {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
             "max_window_layers=-1",
