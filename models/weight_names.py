@@ -19,11 +19,12 @@ class _Entry(NamedTuple):
     mxfp4: str = ""
 
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # A name template rather than a regular expression, because it can also be written out: a missing tensor has a name.
 _TABLE = (
-    _Entry("model.embed_tokens.weight", "token_embd.weight", "embed", "embed"),
+    _Entry(_EMBEDDING, "token_embd.weight", "embed", "embed"),
     _Entry("model.norm.weight", "output_norm.weight", "final_norm", "norm"),
-    _Entry("lm_head.weight", "output.weight", "lm_head", "lm_head"),
+    _Entry(_HEAD, "output.weight", "lm_head", "lm_head"),
     _Entry(
         "model.layers.{layer}.input_layernorm.weight", "blk.{layer}.attn_norm.weight", "attn_norm", "norm"
     ),
@@ -170,6 +171,8 @@ def leaf_names(
                 continue
             for expert in experts:
                 name = template.format(layer=layer, expert=expert)
+                if name == _EMBEDDING and config.tie_embeddings and name not in found and _HEAD in found:
+                    name = _HEAD  # of the two names of one tensor safetensors' `save_model` keeps this
                 tensors = Tensors((name,), entry.part, expert)
                 if packed and entry.mxfp4 and name not in found:
                     tensors = Tensors(tuple(name + suffix for suffix in MXFP4_SUFFIXES), entry.mxfp4, expert)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from models.huggingface import HuggingFaceDirectory
@@ -34,6 +35,11 @@ class Tensors:
 
     def in_fp8(self, name):
         return None
+
+
+def same(a, b):
+    """Whether two parameter trees of the same structure have the same numbers."""
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
 def random_tensors(config):

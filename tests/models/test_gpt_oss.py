@@ -17,7 +17,7 @@ from models.rope_scaling import RopeScaling
 from models.testing import random_params, reference_decode, tiny_gpt_oss_config, tiny_tokenizer
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
-from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors, in_mxfp4
+from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors, in_mxfp4, same
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,6 @@ def logits_of(params, config, tokens):
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     attend = dense_attend(positions, config=config)
     return np.asarray(forward(params, config, tokens, positions, attend, None)[0])
-
-
-def same(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
 LEFT_OUT = {

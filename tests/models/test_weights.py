@@ -15,7 +15,7 @@ from models.params import abstract_params
 from models.registry import load_model
 from models.testing import tiny_tokenizer
 from models.weights import WeightMismatchError, assemble_params
-from tests.models.checkpoints import GOLDEN, Tensors
+from tests.models.checkpoints import GOLDEN, Tensors, same
 
 HF_CONFIG = json.loads((GOLDEN / "tiny_tied" / "config.json").read_text())
 
@@ -50,10 +50,20 @@ def test_one_error_lists_all_mismatches(tiny):
 
 def test_tied_and_untied_heads(tiny):
     source, config = tiny
+    untied = config.replace(tie_embeddings=False)
     with pytest.raises(WeightMismatchError, match=r"lm_head.weight: missing"):
-        assemble_params(source, config.replace(tie_embeddings=False), jnp.float32, progress=False)
+        assemble_params(source, untied, jnp.float32, progress=False)
     twice = Tensors(source.tensors | {"lm_head.weight": source.tensors["model.embed_tokens.weight"]})
-    assert "lm_head" not in assemble_params(twice, config, jnp.float32, progress=False)
+    want = assemble_params(source, config, jnp.float32, progress=False)
+    assert same(assemble_params(twice, config, jnp.float32, progress=False), want) and "lm_head" not in want
+    # Of two names of one tensor safetensors' `save_model` keeps the first in the alphabet.
+    head_alone = {name: x for name, x in twice.tensors.items() if name != "model.embed_tokens.weight"}
+    assert same(assemble_params(Tensors(head_alone), config, jnp.float32, progress=False), want)
+    with pytest.raises(WeightMismatchError, match=r"mismatches:\n  model.embed_tokens.weight: missing"):
+        assemble_params(Tensors(head_alone), untied, jnp.float32, progress=False)
+    neither = {name: x for name, x in head_alone.items() if name != "lm_head.weight"}
+    with pytest.raises(WeightMismatchError, match=r"mismatches:\n  model.embed_tokens.weight: missing"):
+        assemble_params(Tensors(neither), config, jnp.float32, progress=False)
 
 
 @pytest.mark.parametrize(
