@@ -83,8 +83,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2, GPT-OSS)
-    attn_out_bias: bool = False  # so has the output projection of attention (GPT-OSS)
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2, `attention_bias`)
+    attn_out_bias: bool = False  # so has the output projection of attention (`attention_bias`)
     attention_sinks: bool = (
         False  # a learnt logit of each query head joins its softmax, with no value (GPT-OSS)
     )
@@ -232,12 +232,13 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         raise UnsupportedModelError(
             f"cannot load {name}: {'; '.join(problems)} not supported. Supported: "
             f"{', '.join(ARCHITECTURES)}, without a sliding window in every layer of Gemma or GPT-OSS, soft caps but "
-            f"Gemma 2's, biases but Qwen 2's and GPT-OSS's; quantised by {', '.join(METHODS)}, "
+            f"Gemma 2's, biases of MLPs but of GPT-OSS's experts; quantised by {', '.join(METHODS)}, "
             "GPT-OSS by mxfp4, or not at all; rope scaling default, linear, llama3 or yarn"
         )
     _check_numbers(config, name)
     positions = _at_most(reach, positions, name, "a sliding window in every layer")
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    biased = bool(config.get("attention_bias")) and not architecture.startswith(_NEVER_BIASED)
     fields: dict[str, Any] = dict(
         name=name,
         vocab_size=config["vocab_size"],
@@ -252,7 +253,8 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qkv_bias=biased or architecture == "Qwen2ForCausalLM",
+        attn_out_bias=biased,
         sliding_window=window,
         sliding_layers=sliding_layers,
         sliding_rope_theta=sliding_theta,
@@ -303,9 +305,8 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
         problems.append(f"text_config={config['text_config']!r}")
     if config.get("is_causal") is False:
         problems.append("is_causal=false")
-    for flag in ("attention_bias", "mlp_bias"):
-        if config.get(flag) and (flag == "mlp_bias" or architecture not in ("Qwen2ForCausalLM", GPT_OSS)):
-            problems.append(f"{flag}=true")
+    if config.get("mlp_bias"):
+        problems.append("mlp_bias=true")
     if architecture in (GEMMA2, *GEMMA3_ARCHITECTURES):
         problems += gemma_problems(config, architecture)
     elif config.get("hidden_act", "silu") != "silu":
@@ -319,6 +320,8 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
 
 # Released ones have a window in every layer: they are taken as far as it reaches, where attention to all tokens is exact.
 _ALL_SLIDING = ("Mistral", "Mixtral", "Qwen")
+# As in transformers, whatever their files say; Qwen 2 has biases of queries, keys and values alone.
+_NEVER_BIASED = ("Mistral", "Mixtral", "Qwen2")
 _OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _NEVER_NULL = ("rope_theta", "rope_local_base_freq", "max_position_embeddings")
 

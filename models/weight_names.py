@@ -47,6 +47,12 @@ _TABLE = (
         "head_norm",
     ),
     _Entry("model.layers.{layer}.self_attn.o_proj.weight", "blk.{layer}.attn_output.weight", "attn_out", "o"),
+    _Entry(
+        "model.layers.{layer}.self_attn.o_proj.bias",
+        "blk.{layer}.attn_output.bias",
+        "attn_out_bias",
+        "o_bias",
+    ),
     _Entry("model.layers.{layer}.mlp.gate_proj.weight", "blk.{layer}.ffn_gate.weight", "gate_up", "gate"),
     _Entry("model.layers.{layer}.mlp.up_proj.weight", "blk.{layer}.ffn_up.weight", "gate_up", "up"),
     _Entry("model.layers.{layer}.mlp.down_proj.weight", "blk.{layer}.ffn_down.weight", "down", "down"),
@@ -62,12 +68,6 @@ _EXPERTS = (  # a tensor for each expert; in GGUF files one for all, below
 )
 _GPT_OSS = (  # a tensor for all experts
     _Entry("model.layers.{layer}.self_attn.sinks", "blk.{layer}.attn_sinks.weight", "sinks", "sinks"),
-    _Entry(
-        "model.layers.{layer}.self_attn.o_proj.bias",
-        "blk.{layer}.attn_output.bias",
-        "attn_out_bias",
-        "o_bias",
-    ),
     _Entry("model.layers.{layer}.mlp.router.weight", "blk.{layer}.ffn_gate_inp.weight", "router", "router"),
     _Entry(
         "model.layers.{layer}.mlp.router.bias", "blk.{layer}.ffn_gate_inp.bias", "router_bias", "router_bias"

@@ -44,8 +44,9 @@ def made(monkeypatch):
         GEMMA | {"qkv_bias": True, "num_layers": 3, "sliding_layers": (0, 2)},
         MIXTURE | {"num_layers": 2, "qk_norm": True},
         {"num_layers": 2, "weights_fp8": True, "attention_sinks": True},
+        {"num_layers": 2, "qk_norm": True, "qkv_bias": True, "attn_out_bias": True},
     ],
-    ids=["windows, norms and biases", "experts", "FP8, sinks"],
+    ids=["windows, norms and biases", "experts", "FP8, sinks", "biases, also of what attention gives"],
 )
 def test_a_step_with_heads_made_is_the_same_step(request, changes):
     config = tiny_config(**SHAPE | changes)

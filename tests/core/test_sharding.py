@@ -16,6 +16,7 @@ import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.config import ModelConfig
 from models.fp8_weights import in_fp8, with_fp8_weights
+from models.gemma import gemma3_fields
 from models.params import abstract_params
 from models.sharding import pad_heads, tensor_mesh
 from models.testing import random_params, tiny_config, tiny_gpt_oss_config
@@ -79,6 +80,16 @@ def check_ragged(devices: int = 2) -> None:
     assert (head_order(plan, 2) != np.arange(4)).any()
     want = run(params, config, plan)
     np.testing.assert_allclose(run(params, config, plan, devices), want, atol=1e-4)
+
+
+def check_biases() -> None:
+    """Of heads each device has its own in their order; that of what attention gives is added once, before Gemma's norm."""
+    gemma = gemma3_fields(hidden_size=64, query_scale=0.25)
+    config = tiny_config(num_layers=1, qkv_bias=True, attn_out_bias=True, **gemma)
+    params, plan = random_params(config, 0), ragged_plan(config, 4)
+    assert (head_order(plan, 2) != np.arange(4)).any()
+    want = run(params, config, plan)
+    np.testing.assert_allclose(run(params, config, plan, 2), want, atol=1e-4)
 
 
 def check_ragged_on_four() -> None:
@@ -208,6 +219,7 @@ def check_real_weights_in_fp8() -> None:
 @pytest.mark.parametrize(
     "function",
     [
+        "check_biases",
         "check_linked",  # with what `check_ragged` has; `test_engine_parallel` links nothing
         "check_the_pool_stays",
     ],

@@ -33,7 +33,7 @@ from tests.models.gguf_files import logits_of
 CONFIG = tiny_config(num_layers=2)
 CONFIGS = {
     "llama": CONFIG,
-    "biases and a head": CONFIG.replace(qkv_bias=True, tie_embeddings=False),
+    "biases and a head": CONFIG.replace(qkv_bias=True, attn_out_bias=True, tie_embeddings=False),
     "gemma 2": tiny_gemma2_config(num_layers=2, sliding_layers=(0,)),
     "gemma 3": tiny_gemma_config(num_layers=3, sliding_layers=(0, 1)),
     "gpt-oss": tiny_gpt_oss_config(num_layers=2, sliding_layers=(0,), expert_size=128),

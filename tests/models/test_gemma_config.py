@@ -66,7 +66,7 @@ def rope(**types):
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"hidden_activation": "gelu"}, "hidden_activation=gelu"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
