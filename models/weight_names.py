@@ -66,6 +66,11 @@ _EXPERTS = (  # a tensor for each expert; in GGUF files one for all, below
     _Entry("", "blk.{layer}.ffn_up_exps.weight", "expert_gate_up", "all_up"),
     _Entry("", "blk.{layer}.ffn_down_exps.weight", "expert_down", "all_down"),
 )
+_FUSED = (  # a tensor for all experts, under the names of transformers 5's own modules; gates are the first half of the rows
+    _EXPERTS[0],
+    _Entry("model.layers.{layer}.mlp.experts.gate_up_proj", "", "expert_gate_up", "all_gate_up"),
+    _Entry("model.layers.{layer}.mlp.experts.down_proj", "", "expert_down", "all_down"),
+)
 _GPT_OSS = (  # a tensor for all experts
     _Entry("model.layers.{layer}.self_attn.sinks", "blk.{layer}.attn_sinks.weight", "sinks", "sinks"),
     _Entry("model.layers.{layer}.mlp.router.weight", "blk.{layer}.ffn_gate_inp.weight", "router", "router"),
@@ -148,20 +153,22 @@ class Tensors(NamedTuple):
     expert: int | None  # whose part of the leaf it is
 
 
-def _entries(config: ModelConfig) -> tuple[_Entry, ...]:
+def _entries(config: ModelConfig, found: Collection[str]) -> tuple[_Entry, ...]:
     if config.expert_bias:  # of GPT-OSS alone
         return (*_TABLE, *_GPT_OSS)
-    return (*_TABLE, *(_POST_NORMS if config.post_norms else _MLP_NORM), *_EXPERTS)
+    fused = any(name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")) for name in found)
+    experts = _FUSED if fused else _EXPERTS
+    return (*_TABLE, *(_POST_NORMS if config.post_norms else _MLP_NORM), *experts)
 
 
 def leaf_names(
     config: ModelConfig, style: str, found: Collection[str]
 ) -> dict[tuple[str, int | None], list[Tensors]]:
-    """(leaf, layer) -> the tensors that fill it, in MXFP4 where that is what is `found`."""
+    """(leaf, layer) -> the tensors that fill it: in MXFP4, or one for all experts, where that is what is `found`."""
     names: dict[tuple[str, int | None], list[Tensors]] = {}
     specs = param_specs(config)
     packed = any(name.endswith(MXFP4_SUFFIXES) for name in found)
-    for entry in _entries(config):
+    for entry in _entries(config, found):
         template = entry.gguf if style == "gguf" else entry.huggingface
         in_layers = "{layer}" in template
         layers: list[int | None] = list(range(config.num_layers)) if in_layers else [None]

@@ -124,6 +124,7 @@ def _parts(config: ModelConfig) -> dict[str, _Part]:
         "expert_down": part((E, S), (...,), lambda x: x.T),
         "all_gate": experts((X, S, E), (every, every, 0)),
         "all_up": experts((X, S, E), (every, every, 1)),
+        "all_gate_up": part((X, 2 * S, E), (...,), lambda x: x.reshape(X, 2, S, E).transpose(0, 3, 1, 2)),
         "all_down": experts((X, E, S), (...,)),
         "all_gate_bias": part((X, S), (every, 0), lambda x: x),
         "all_up_bias": part((X, S), (every, 1), lambda x: x),
