@@ -184,16 +184,21 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """Those that a config.json names, or without a name there the one that its model_type stands for."""
+    named = config.get("architectures")
+    if not named:
+        return list(ARCHITECTURES_OF.get(str(config.get("model_type")), ())[:1])
+    return [str(x) for x in named] if isinstance(named, list) else [str(named)]
+
+
 def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig:
     """Translates the contents of a Hugging Face `config.json`.
 
     Raises UnsupportedModelError, naming every feature that this package lacks, for anything but `ARCHITECTURES`.
     """
     config = text_part(config)
-    named = config.get("architectures")
-    architectures = (
-        [str(x) for x in named] if isinstance(named, list) and named else [str(named or "(none given)")]
-    )
+    architectures = architectures_of(config) or ["(none given)"]
     architecture = next((name for name in architectures if name in ARCHITECTURES), "")
     # A window that is null is none; where none makes no sense, null is the family's default.
     given = {key: x for key, x in with_counts(config).items() if x is not None or key not in _NEVER_NULL}
@@ -309,7 +314,7 @@ def _unsupported(config: Mapping[str, Any], architecture: str) -> list[str]:
         problems.append("mlp_bias=true")
     if architecture in (GEMMA2, *GEMMA3_ARCHITECTURES):
         problems += gemma_problems(config, architecture)
-    elif config.get("hidden_act", "silu") != "silu":
+    elif config.get("hidden_act", "silu") not in ("silu", "swish"):  # two names of one function
         problems.append(f"hidden_act={config['hidden_act']}")
     if architecture == GPT_OSS:
         problems += gpt_oss_problems(config)

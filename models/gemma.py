@@ -25,13 +25,13 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
     "bos_token_id": 2, "eos_token_id": 1,
 }  # fmt: skip
-_OF_THE_WHOLE = ("architectures", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_OF_THE_WHOLE = ("architectures", "model_type", "eos_token_id", "tie_word_embeddings", "quantization_config")
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model of text and images with its `text_config` moved up; any other one as it is.
 
-    What describes the whole model stays (its architecture, its end tokens, whether its head is tied, how it is quantised).
+    What describes the whole model stays (architecture and type, end tokens, whether the head is tied, how it is quantised).
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):

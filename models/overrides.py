@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from models.config import architectures_of
 from models.gemma import text_part
 from models.gpt_oss import GPT_OSS, with_rope
 from models.rope_scaling import of_layers, rope_fields, sliding_rope_fields
@@ -28,7 +29,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     stays. What is neither an object nor null is left for `config_from_huggingface` to refuse.
     """
     config, overrides = text_part(config), text_part(overrides)
-    if GPT_OSS in str({**config, **overrides}.get("architectures")):
+    if GPT_OSS in architectures_of({**config, **overrides}):
         config = with_rope(config)  # which a file may leave to the defaults
     merged = {**config, **overrides}
     rope, sliding = rope_fields(config), sliding_rope_fields(config)

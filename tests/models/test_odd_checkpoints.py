@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.config import RopeScaling, UnsupportedModelError, config_from_huggingface
 from models.huggingface import HuggingFaceDirectory
-from models.overrides import parse_overrides
+from models.overrides import overridden, parse_overrides
 from models.registry import load_model
 from models.testing import tiny_tokenizer
 from tests.models.checkpoints import GOLDEN
@@ -62,6 +62,30 @@ def test_a_config_that_says_two_things():
         config_from_huggingface(mixtral | {"num_experts": 5}, "x")
     del mixtral["num_local_experts"]
     assert config_from_huggingface(mixtral | {"num_experts": 6}, "x").num_experts == 6
+
+
+@pytest.mark.parametrize(
+    "name", ["tied", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss"]
+)
+def test_a_config_without_architectures_is_what_its_type_says(name):
+    said = json.loads((GOLDEN / f"tiny_{name}" / "config.json").read_text())
+    want = config_from_huggingface(said, "x")
+    nameless = {key: value for key, value in said.items() if key != "architectures"}
+    for given in (nameless, nameless | {"architectures": None}, nameless | {"architectures": []}):
+        assert config_from_huggingface(given, "x") == want
+        assert config_from_huggingface(overridden(given, {"rms_norm_eps": said["rms_norm_eps"]}), "x") == want
+    images = {"model_type": "mistral3", "text_config": nameless | {"model_type": "mistral"}}
+    with pytest.raises(UnsupportedModelError, match=r"architecture \(none given\)"):  # no Mistral
+        config_from_huggingface(overridden(images, {}), "x")
+    if name == "gpt_oss":
+        silent = {key: value for key, value in nameless.items() if not key.startswith("rope_")}
+        changed = config_from_huggingface(overridden(silent, {"rope_theta": 9e4}), "x")
+        assert changed.rope_theta == 9e4 and changed.rope_scaling.kind == "yarn"
+
+
+def test_swish_is_another_name_of_silu():
+    said = json.loads((GOLDEN / "tiny_qwen3" / "config.json").read_text())
+    assert config_from_huggingface(said | {"hidden_act": "swish"}, "x") == config_from_huggingface(said, "x")
 
 
 @pytest.mark.parametrize(
