@@ -136,9 +136,10 @@ _POST_NORMS = (  # Gemma: that name is of the norm of what attention gives
         "norm",
     ),
 )
-# Not weights: frequencies that follow from the configuration. Not read: what a model of text and images sees with.
+# Not weights: frequencies and masks that follow from the configuration, buffers of older versions of transformers. Not read:
+# what a model of text and images sees with.
 _IGNORED = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rope_freqs\.weight"
+    r"(.+\.)?rotary_emb\.inv_freq|.+\.masked_bias|rope_freqs\.weight"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..+|(v|mm)\..+"
 )
 # Prefixes of the language model in one of text and images: the first as transformers wrote them up to version 4.51.

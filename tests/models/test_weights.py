@@ -35,7 +35,9 @@ def test_one_error_lists_all_mismatches(tiny):
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((48, 31), np.float32)
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
     tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)  # known, ignored
+    for known in ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"):
+        tensors[known] = np.zeros(8, np.float32)  # and ignored
+    tensors["model.layers.1.self_attn.masked_bias"] = np.zeros(1, np.float32)
     with pytest.raises(WeightMismatchError) as caught:
         assemble_params(Tensors(tensors), config, jnp.float32, progress=False)
     assert str(caught.value).splitlines() == [
