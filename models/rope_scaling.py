@@ -154,6 +154,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, lis
     if original is None and kind == "yarn":
         original = config.get("max_position_embeddings")
     rope = rope | {"original_max_position_embeddings": original}
+    if kind == "yarn":
+        rope = _with_factor(rope, config.get("max_position_embeddings"))
     absent = [key for key in _REQUIRED[kind] if rope.get(key) is None]
     if absent:
         problems.append(f"rope scaling of type {kind!r} without {', '.join(absent)}")
@@ -179,6 +181,14 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, lis
     if kind == "llama3":
         given["original_max_positions"] = int(rope["original_max_position_embeddings"])
     return float(theta), RopeScaling(kind=kind, **given), []
+
+
+def _with_factor(rope: dict[str, Any], positions: Any) -> dict[str, Any]:
+    """YaRN's fields. As in transformers a factor that is null follows from the positions, one that is not there does not."""
+    original = rope["original_max_position_embeddings"]
+    if rope.get("factor", 1) is not None or not (is_positive(positions) and is_positive(original)):
+        return rope
+    return rope | {"factor": positions / original}
 
 
 def _yarn(rope: Mapping[str, Any]) -> RopeScaling:

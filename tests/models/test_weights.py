@@ -163,6 +163,12 @@ def test_yarn_as_its_users_write_it():
     # DeepSeek-R1-0528-Qwen3-8B: no attention factor but that of the model's makers
     assert scaling_of(yarn | {"attn_factor": 0.8782488562869419}).attention_factor == pytest.approx(1.0)
     assert scaling_of(None) is None
+    # A null stands for what the positions say.
+    assert scaling_of(yarn | {"factor": None}) == RopeScaling.yarn(1.25, 32_768)
+    assert scaling_of({"type": "yarn", "factor": None}) == RopeScaling.yarn(1.0, 40_960)
+    for odd in ({"max_position_embeddings": "x"}, {"original_max_position_embeddings": "x"}):
+        with pytest.raises(UnsupportedModelError, match="'yarn' without factor"):
+            scaling_of({"type": "yarn", "factor": None}, **odd)
     for odd in ({"factor": 1e300}, {"original_max_position_embeddings": 1e300}, {"factor": 65_536.0}):
         with pytest.raises(UnsupportedModelError, match=r"yarn by .* positions .32 bits count no more than"):
             scaling_of(yarn | odd)
