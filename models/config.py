@@ -354,9 +354,9 @@ def _first_token_id(config: Mapping[str, Any], where: str) -> int | None:
 
 
 def end_token_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """`eos_token_id` of a config, one or several; negative ones stand for none. Raises UnsupportedModelError."""
+    """`eos_token_id` of a config, one or several; negative ones and nulls are none. Raises UnsupportedModelError."""
     eos = config.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    ids = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
     if not all(type(i) is int for i in ids):
         raise UnsupportedModelError(
             f"{where}: eos_token_id is {eos!r}, expected a token id or a list of them"
