@@ -24,6 +24,7 @@ from models.tokenizer import Tokenizer
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_SAMPLING = ("top_p", "top_k", "min_p")  # which mean nothing where the likeliest token is taken
 _IGNORED = ["original/*", "consolidated*", "onnx/*", "*.index.json.lock"]
 
 
@@ -71,8 +72,10 @@ class HuggingFaceDirectory:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What generation_config.json says of SAMPLING_DEFAULTS, unchecked."""
+        """What generation_config.json says of SAMPLING_DEFAULTS, unchecked; its `do_sample` false is a temperature of 0."""
         given = self._generation_config()
+        if given.get("do_sample") is False:  # whatever stands beside it, as transformers has it
+            given |= {"temperature": 0.0} | dict.fromkeys(_OF_SAMPLING)
         return {key: given[key] for key in SAMPLING_DEFAULTS if given.get(key) is not None}
 
     def _config(self, name: str) -> ModelConfig:

@@ -128,6 +128,28 @@ def test_tensors_that_are_no_floats_are_no_weights(dtype, tmp_path):
         file.read(name)
 
 
+def test_what_a_generation_config_says(tmp_path):
+    directory = tmp_path / "m"
+    shutil.copytree(GOLDEN / "tiny_qwen3", directory)
+    own = HuggingFaceDirectory(directory).config.eos_token_ids
+    sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.1}
+    for said, ends, defaults in (
+        ({"eos_token_id": [5, None]}, (5,), {}),  # a null is no token, and was refused
+        ({"eos_token_id": None}, (), {}),
+        (sampling, (), sampling),
+        (sampling | {"do_sample": True}, (), sampling),
+        (sampling | {"do_sample": None}, (), sampling),
+        # Greedy, whatever stands beside it: a server sampled with these.
+        (sampling | {"do_sample": False}, (), greedy),
+        ({"do_sample": False}, (), {"temperature": 0.0}),
+    ):
+        (directory / "generation_config.json").write_text(json.dumps(said))
+        file = HuggingFaceDirectory(directory)
+        assert file.config.eos_token_ids == tuple(sorted({*own, *ends}))
+        assert file.sampling_defaults == defaults
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_json_that_is_nested_too_deep(name, tmp_path):
     directory = tmp_path / "m"
