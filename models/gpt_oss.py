@@ -25,7 +25,8 @@ _ALPHA = 1.702
 
 def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json of GPT-OSS; its RoPE is scaled also where it does not say so."""
-    said = any(config.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
+    # Of the older field an object with nothing in it says nothing, of the newer one that there is no scaling.
+    said = config.get("rope_parameters") is not None or config.get("rope_scaling") not in (None, {})
     return dict(config) if said else {**config, "rope_parameters": _ROPE}
 
 

@@ -105,6 +105,8 @@ def test_overrides_of_rope():
     for file in (TINY, silent):
         assert config_from_huggingface(overridden(file, {"rope_scaling": None}), "x").rope_scaling is None
     usual = config_from_huggingface(silent, "x")
+    assert config_from_huggingface(silent | {"rope_scaling": {}}, "x") == usual  # it was without a scaling
+    assert config_from_huggingface(silent | {"rope_parameters": {}}, "x").rope_scaling is None
     assert usual.rope_scaling.kind == "yarn"  # the default, which the base alone leaves as it is
     assert config_from_huggingface(overridden(silent, {"rope_theta": 5e4}), "x") == usual.replace(
         rope_theta=5e4
