@@ -212,7 +212,7 @@ def config_from_huggingface(config: Mapping[str, Any], name: str) -> ModelConfig
         problems.append(f"{architecture} with model_type {kind!r}")
     if not architecture:
         problems.insert(0, f"architecture {', '.join(architectures)}")
-    theta, scaling, wrong = read_rope(config)
+    theta, scaling, wrong = read_rope(config, by_type=architecture in GEMMA3_ARCHITECTURES)
     problems += wrong
     sliding_layers, window, wrong = read_sliding_layers(config, architecture)
     problems += wrong

@@ -128,8 +128,13 @@ def read_sliding_rope(config: Mapping[str, Any]) -> tuple[float | None, list[str
     return (None if problems else float(theta)), problems
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
-    """(base, scaling, what is not supported or wrong) of a config.json; with problems the first two mean nothing."""
+def read_rope(
+    config: Mapping[str, Any], *, by_type: bool = False
+) -> tuple[float, RopeScaling | None, list[str]]:
+    """(base, scaling, what is not supported or wrong) of a config.json; with problems the first two mean nothing.
+
+    `by_type`: the model has a RoPE for each type of layers (Gemma 3), whichever way the file says it.
+    """
     problems = [
         f"{name}={config[name]!r}"
         for name in ("rope_parameters", "rope_scaling")
@@ -149,8 +154,9 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, lis
         return 0.0, None, [*problems, f"rope scaling of type {kind!r}"]
     if kind == "default":
         return (0.0 if problems else float(theta)), None, problems
-    # As transformers, the number of a config.json itself comes first.
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    # As transformers, the number of a config.json itself comes first, or says nothing of one RoPE of several.
+    of_all = None if by_type else config.get("original_max_position_embeddings")
+    original = of_all or rope.get("original_max_position_embeddings")
     if original is None and kind == "yarn":
         original = config.get("max_position_embeddings")
     rope = rope | {"original_max_position_embeddings": original}

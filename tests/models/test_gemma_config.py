@@ -57,6 +57,22 @@ def test_both_spellings_of_transformers():
     assert config_from_huggingface(old, "x") == config_from_huggingface(HF_CONFIG, "x")
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0}
+
+
+@pytest.mark.parametrize("own", [{}, {"original_max_position_embeddings": 64}])
+def test_the_original_positions_are_those_of_the_full_layers(own):
+    """A number of the config.json itself says nothing of one of two RoPEs, in either spelling; it came first."""
+    positions = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    nested = {"full_attention": YARN | own, "sliding_attention": {"rope_type": "default"}}
+    old = {key: value for key, value in HF_CONFIG.items() if key != "rope_parameters"}
+    want = RopeScaling.yarn(8.0, 64 if own else 256)
+    for file in (HF_CONFIG | {"rope_parameters": nested}, old | {"rope_scaling": YARN | own}):
+        assert config_from_huggingface(file | positions, "x").rope_scaling == want
+        changed = overridden(file | positions, {"rope_theta": 7})
+        assert config_from_huggingface(changed, "x").rope_scaling == want
+
+
 def rope(**types):
     return {"rope_parameters": HF_CONFIG["rope_parameters"] | types}
 
