@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.rope_scaling import is_positive
+from models.rope_scaling import is_positive, of_layers
 
 GEMMA2 = "Gemma2ForCausalLM"
 GEMMA2_DEFAULTS: dict[str, Any] = {
@@ -51,6 +51,18 @@ def gemma_problems(config: Mapping[str, Any], architecture: str) -> list[str]:
         problems.append(f"use_bidirectional_attention={config['use_bidirectional_attention']!r}")
     if config["hidden_activation"] != "gelu_pytorch_tanh":
         problems.append(f"hidden_activation={config['hidden_activation']}")
+    rope = config.get("rope_parameters")
+    if (
+        architecture in GEMMA3_ARCHITECTURES
+        and isinstance(rope, Mapping)
+        and rope
+        and of_layers(rope) is rope
+    ):
+        # transformers reads none of it, and takes its defaults.
+        problems.append(
+            f'rope_parameters={dict(rope)!r} without types of layers (write {{"full_attention": {{...}}, '
+            '"sliding_attention": {...}})'
+        )
     if not is_positive(config["query_pre_attn_scalar"]):
         problems.append(f"query_pre_attn_scalar={config['query_pre_attn_scalar']!r}")
     return problems

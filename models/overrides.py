@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import architectures_of
-from models.gemma import text_part
+from models.gemma import GEMMA3_ARCHITECTURES, text_part
 from models.gpt_oss import GPT_OSS, with_rope
 from models.rope_scaling import of_layers, rope_fields, sliding_rope_fields
 
@@ -59,7 +59,7 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
         if isinstance(merged.get(name), Mapping | None):
             merged[name] = None
     if isinstance(merged.get("rope_parameters"), Mapping | None):
-        merged["rope_parameters"] = (
-            {"full_attention": rope, "sliding_attention": sliding} if sliding else rope
-        )
+        by_type = {"full_attention": rope} | ({"sliding_attention": sliding} if sliding else {})
+        nested = sliding or set(GEMMA3_ARCHITECTURES) & set(architectures_of(merged))
+        merged["rope_parameters"] = by_type if nested else rope
     return merged

@@ -104,6 +104,10 @@ def rope(**types):
         (rope(sliding_attention={"rope_type": "linear", "factor": 8.0}), "'linear' in sliding layers"),
         (rope(sliding_attention={"rope_theta": -1.0}), "rope_theta=-1.0 in sliding layers"),
         (rope(sliding_attention=4), "rope_parameters="),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            r"'factor': 8.0} without types of layers .write {\"full_attention\": {...}, \"sliding_attention\":",
+        ),
         (rope(full_attention=[4]), "rope_parameters="),
         (rope(full_attention={"rope_type": "linear"}), "'linear' without factor"),
         ({"quantization_config": {"bits": 4}}, "quantised weights without quant_method"),
@@ -120,6 +124,7 @@ def test_unsupported_configurations(changes, message):
         ({"rope_theta": 7}, 7.0, 50.0, RopeScaling(kind="linear", factor=8.0)),
         ({"rope_local_base_freq": 8}, 500.0, 8.0, RopeScaling(kind="linear", factor=8.0)),
         ({"rope_scaling": {"factor": 4.0}}, 500.0, 50.0, RopeScaling(kind="linear", factor=4.0)),
+        ({"rope_parameters": {"factor": 4.0}}, 500.0, 50.0, RopeScaling(kind="linear", factor=4.0)),
         ({"rope_scaling": None}, 500.0, 50.0, None),
         ({"text_config": {"rope_scaling": None}}, 500.0, 50.0, None),
         (
@@ -136,6 +141,14 @@ def test_unsupported_configurations(changes, message):
 def test_overrides(file, overrides, theta, sliding, scaling):
     config = config_from_huggingface(overridden(file, overrides), "x")
     assert (config.rope_theta, config.sliding_rope_theta, config.rope_scaling) == (theta, sliding, scaling)
+
+
+def test_overrides_of_a_file_that_says_nothing_of_its_sliding_layers():
+    silent = {key: value for key, value in HF_CONFIG.items() if key != "rope_parameters"}
+    for name in ("rope_scaling", "rope_parameters"):
+        config = config_from_huggingface(overridden(silent, {name: YARN}), "x")
+        assert (config.rope_theta, config.sliding_rope_theta) == (1e6, 1e4)
+        assert config.rope_scaling == RopeScaling.yarn(8.0, config.max_positions // 8)
 
 
 LLAMA = {
