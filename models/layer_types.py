@@ -52,9 +52,8 @@ def _layers(config: Mapping[str, Any], architecture: str) -> tuple[tuple[int, ..
     if alike:
         return () if config.get("sliding_window") is None else tuple(range(num_layers)), []
     if architecture.startswith("Gemma3"):
-        # The second name is that of an attribute, which some versions of transformers saved.
-        names = ("sliding_window_pattern", "_sliding_window_pattern")
-        pattern = next((config[name] for name in names if config.get(name) is not None), 6)
+        # Not `_sliding_window_pattern`: files with that have layer types, and transformers does not read it.
+        pattern = 6 if config.get("sliding_window_pattern") is None else config["sliding_window_pattern"]
         if not is_whole(pattern):
             return (), [f"sliding_window_pattern={pattern!r}"]
         return tuple(i for i in range(num_layers) if (i + 1) % pattern), []

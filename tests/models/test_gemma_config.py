@@ -52,9 +52,13 @@ def test_both_spellings_of_transformers():
         for k, v in HF_CONFIG.items()
         if k not in ("rope_parameters", "layer_types", "sliding_window_pattern")
     }
-    old |= {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "_sliding_window_pattern": 3}
+    old |= {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "sliding_window_pattern": 3}
     old |= {"rope_scaling": {"type": "linear", "factor": 8}}
     assert config_from_huggingface(old, "x") == config_from_huggingface(HF_CONFIG, "x")
+    # The name of an attribute that came with layer types says nothing alone: as in transformers every sixth is full.
+    del old["sliding_window_pattern"]
+    for more in ({}, {"_sliding_window_pattern": 3}):
+        assert config_from_huggingface(old | more, "x").full_layers == (5,)
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0}
