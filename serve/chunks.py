@@ -1,9 +1,9 @@
 """Which tokens are prefilled in the next step: a chunk of the first sequence that needs one, or several short ones at once.
 
-First come, first served, so that nobody waits for ever; but a prompt that takes many steps has every other one, and the
-others go to those with the fewest tokens to go. What a short prompt costs is a step, not its tokens: the weights are read
-for it alone. So short prompts, what is new in conversations and tails to be compressed are packed into one chunk of the
-sizes that run beside decode steps.
+Every other step is for who came first, so that nobody waits for ever, and the others for those with the fewest tokens to go:
+short prompts do not wait for a long one, nor streams for a crowd of prompts until their tails are compressed. What a short
+prompt costs is a step, not its tokens: the weights are read for it alone. So short prompts, what is new in conversations
+and tails to be compressed are packed into one chunk of the sizes that run beside decode steps.
 """
 
 from collections import Counter
@@ -42,9 +42,9 @@ class Chunks:
         ready = [s for s in self._in_order(running) if score or not s.needs_prompt_logprobs]
         if not ready:
             return []
-        by_length, self._by_length = self._by_length, False
-        if by_length:
+        if self._by_length:
             ready.sort(key=lambda s: s.to_feed)
+        self._by_length = not self._by_length
         first, *others = ready
         group = self._group(first, others, decoding)
         if first.needs_prompt_logprobs:
@@ -58,7 +58,6 @@ class Chunks:
         work = self._chunk(first, most)
         if not work:
             return []  # it was preempted itself, after all who came later
-        self._by_length = not (work.last or by_length)
         # Those that it preempted have no row any more; the others preempt nobody.
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
@@ -85,9 +84,11 @@ class Chunks:
                 full.append(sequence)
             else:
                 near.append((state.tail, sequence))
-        if limits.packed_chunks and not all(s.due for s in full):
+        # Not behind prompts: who still has room in its tail need not stand still for them.
+        if limits.packed_chunks and not all(s.due for s in full) and all(s.due for s in self._ready):
+            fit = min(limits.packed_places, limits.packed_chunks[-1] // packed_slots(self._plan.window))
             near.sort(key=lambda tail_of: -tail_of[0])
-            full += [sequence for _, sequence in near[: max(limits.packed_places - len(full), 0)]]
+            full += [sequence for _, sequence in near[: max(fit - len(full), 0)]]
         for sequence in full:
             sequence.due = True
 

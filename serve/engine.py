@@ -210,12 +210,12 @@ class Engine:
         What has not begun still waits. Copies in host memory go, too: the latest may be of what the step has spoilt.
         """
         log.exception("A step failed; all running requests end with an error")
+        # Where nothing else ran, what was to be let in has failed itself, and would for ever.
+        first = not (self._under_way or self._scheduler.running)
         self._under_way.clear()
-        there = set(self._scheduler.waiting)
-        waits = [
-            i for i, each in self._sequences.items() if all(s in there and not s.generated for s in each)
-        ]
-        waiting = {i: self._sequences.pop(i) for i in waits}
+        new = {s for s in self._scheduler.waiting if not s.generated}
+        waits = [i for i, sequences in self._sequences.items() if new.issuperset(sequences)]
+        waiting = {i: self._sequences.pop(i) for i in waits[first:]}
         self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
         self._sequences.update(waiting)
         self._retired.update(self._scheduler.counters)

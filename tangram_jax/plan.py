@@ -32,7 +32,8 @@ def kept_entries(budget_ppm: Any, tokens: Any, min_entries: int = 0) -> Any:
     NumPy in, NumPy out; JAX in, JAX out. Budgets are whole parts per million, so the ceiling is exact (0.07 of 100 is
     7), and JAX's product is taken in two digits of base 1000, so it fits in int32 on a device without 64-bit integers.
     """
-    if isinstance(tokens, np.ndarray):  # the scheduler asks for each row in each step
+    # On the host in 64 bits: the scheduler asks for each row in each step.
+    if isinstance(tokens, np.ndarray) and not isinstance(budget_ppm, jax.Array):
         entries = tokens.astype(np.int64)
         kept = (budget_ppm * entries + (PPM - 1)) // PPM
         return np.minimum(np.maximum(kept, min_entries), entries).astype(np.int32)
@@ -208,7 +209,7 @@ class CachePlan:
             return kept_entries(ppm, n[..., None], self.min_entries)
         if n.size and (n.min() < 0 or n.max() > MAX_TOKENS):
             raise ValueError(f"token count must lie between 0 and {MAX_TOKENS}; got {tokens}")
-        return kept_entries(ppm, n[..., None], self.min_entries)
+        return kept_entries(ppm, n[..., None].astype(np.int32), self.min_entries)
 
     def locked(self, tokens: Any, budgets: Any = None) -> Any:
         """Entries of each group that are never decided on again: int32[..., M]; the rest is the trailing window."""

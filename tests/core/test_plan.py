@@ -41,6 +41,16 @@ def test_kept_entries_is_exact_in_32_bits(ppm, tokens, least):
         assert kept_entries(np.int32(ppm), np.int32(tokens), np.int32(least)) == want
 
 
+def test_budgets_of_a_cache_count_as_the_plan_s():
+    """Arrays of JAX of 32 bits, with numbers of tokens that are not; traced, too."""
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 3, 0.9), heads_per_page=1)
+    want, budgets = plan.lengths(70_000), jax.numpy.asarray(plan.group_ppm)
+    for found in (plan.lengths(70_000, budgets), jax.jit(lambda b: plan.lengths(70_000, b))(budgets)):
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(found, want)
+    assert plan.pages(70_000, 3, budgets) == plan.pages(70_000, 3)
+
+
 @given(st.integers(0, MAX_TOKENS - 1), st.integers(0, 2**32 - 1))
 def test_lengths_grow_by_at_most_one_a_token(tokens, seed):
     budgets = np.random.default_rng(seed).uniform(0, 1, (3, 4))

@@ -96,6 +96,53 @@ def test_tails_that_are_full_together_are_compressed_together():
         job.check()
 
 
+def test_streams_do_not_stand_still_for_a_crowd_of_prompts():
+    """Nor those whose tails are only nearly full. Each prompt is one chunk."""
+    limits = PACKED | {
+        "max_running": 40,
+        "max_tail": 40,
+        "max_stored": 0,
+        "max_chunk": 64,
+        "packed_places": 4,
+    }
+    bench = loop(4000, plan=make_plan(), **limits)
+    streams = []
+    for i in range(4):
+        streams.append(bench.add(prompt(20, i), max_tokens=110, ignore_eos=True))
+        for _ in range(3):
+            bench.step()
+    while max(s.state.tail for s in bench.scheduler.running) < 37:
+        bench.step()
+    crowd = [bench.add(prompt(30, 100 + i), max_tokens=3, ignore_eos=True) for i in range(24)]
+    idle, longest = [0] * 4, 0
+    while not all(job.done for job in crowd):
+        before = [len(job.tokens()) for job in streams]
+        bench.step()
+        idle = [
+            0 if len(job.tokens()) > n else i + 1 for job, n, i in zip(streams, before, idle, strict=True)
+        ]
+        longest = max(longest, *idle)
+    assert longest <= 3
+    bench.drain()
+    for job in bench.jobs:
+        job.check()
+
+
+def test_no_more_tails_are_compressed_together_than_fit():
+    """Of a window of 16 tokens two, where four have places."""
+    bench = loop(plan=make_plan(window=16), **PACKED | {"packed_places": 4, "max_tail": 24})
+    seen = steps_of(bench)
+    for i in range(6):
+        bench.add(prompt(20, i), max_tokens=60, ignore_eos=True)
+        bench.step()
+    while bench.busy:
+        bench.step()
+        assert sum(s.due for s in bench.scheduler.running) <= 6
+    assert max(len(chunks) for chunks in seen) == 2
+    for job in bench.jobs:
+        job.check()
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_nearly_full_tails_are_compressed_with_a_full_one(packed):
     """From then on they are full together: it costs no more compressions."""

@@ -7,6 +7,7 @@ import pytest
 
 from serve.engine import Engine
 from serve.request import EngineUnavailable, GenerationRequest, RequestRejected, SamplingParams
+from serve.rows import Rows
 from tests.serve.fake_device import VOCAB
 from tests.serve.loop import Job, Loop, make_limits, make_plan
 
@@ -62,6 +63,24 @@ def test_requests_that_are_not_taken_in_yet_count(monkeypatch):
             continue
         with pytest.raises(EngineUnavailable, match="3 requests are queued already"):
             bench.engine.submit(request, lambda _: None)
+
+
+def test_a_request_that_cannot_be_let_in_ends_alone(monkeypatch):
+    bench, whole = loop(), Rows.wanted
+
+    def wanted(self, budgets, tokens, tail):
+        if tokens == 20:
+            raise ValueError
+        return whole(self, budgets, tokens, tail)
+
+    monkeypatch.setattr(Rows, "wanted", wanted)
+    bad, good = bench.add(prompt(20), max_tokens=4), bench.add(prompt(9, 1), max_tokens=4)
+    with pytest.raises(ValueError) as raised:
+        bench.engine.step()
+    assert bench.engine._recover(raised.value)
+    bench.drain()
+    good.check()
+    assert [o.finish_reason for o in bad.outputs[0]] == ["error"]
 
 
 def test_first_come_first_served_and_no_more_than_max_running():
