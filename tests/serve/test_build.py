@@ -103,12 +103,15 @@ def test_what_fits_exactly_runs_in_the_program_of_that_size():
     assert make_buckets(4, 512, 20, 4096).mixed_chunks[0] == 24  # a window of 20, in whole eights
 
 
+LEAST = ["--min-entries", "--tail-limit"]  # where no retention helps
+
+
 @pytest.mark.parametrize(
     ("flags", "advised"),
     [
-        (["--kv-cache-memory", "1"], ["--kv-cache-memory", "--retention"]),
-        (["--num-pages", "1"], ["--num-pages", "--retention", "--max-model-len"]),
-        (["--num-pages", "2", "--max-model-len", "256"], ["--num-pages", "--retention", "--max-model-len"]),
+        (["--kv-cache-memory", "1"], ["--kv-cache-memory", *LEAST]),
+        (["--num-pages", "1"], ["--num-pages", *LEAST, "--max-model-len"]),
+        (["--num-pages", "2", "--max-model-len", "256"], ["--num-pages", *LEAST, "--max-model-len"]),
     ],
 )
 def test_advice_for_a_small_pool_can_be_followed(flags, advised):
