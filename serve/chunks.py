@@ -13,7 +13,7 @@ import numpy as np
 
 from serve.limits import Limits
 from serve.rows import Rows
-from serve.sequence import ChunkWork, Sequence
+from serve.sequence import ChunkWork, RowState, Sequence
 from serve.sessions import ReachBack, StoredSession
 from tangram_jax.packed import packed_slots
 from tangram_jax.plan import CachePlan
@@ -70,25 +70,25 @@ class Chunks:
         """
         limits = self._limits
         full: list[Sequence] = []
-        near: list[tuple[int, Sequence]] = []
+        near: list[tuple[RowState, Sequence]] = []
         for sequence in running:
             state = sequence.state
             if state is None or state.tail < limits.nearly_full or not sequence.may_decode:
                 continue
-            if self._rows.keeps_all(state):
-                if state.tail >= limits.max_tail and not sequence.unsure:
-                    self._leave_prompt(sequence)
-                    sequence.room -= state.tail
-                    self._rows.settle(state)
-            elif sequence.due or state.tail >= limits.max_tail:
+            if state.tail < limits.max_tail and not sequence.due:
+                near.append((state, sequence))
+            elif not self._rows.keeps_all(state):
                 full.append(sequence)
-            else:
-                near.append((state.tail, sequence))
+            elif not sequence.unsure:
+                self._leave_prompt(sequence)
+                sequence.room -= state.tail
+                self._rows.settle(state)
         # Not behind prompts: who still has room in its tail need not stand still for them.
         if limits.packed_chunks and not all(s.due for s in full) and all(s.due for s in self._ready):
             fit = min(limits.packed_places, limits.packed_chunks[-1] // packed_slots(self._plan.window))
-            near.sort(key=lambda tail_of: -tail_of[0])
-            full += [sequence for _, sequence in near[: max(fit - len(full), 0)]]
+            near.sort(key=lambda pair: -pair[0].tail)
+            others = [sequence for state, sequence in near if not self._rows.keeps_all(state)]
+            full += others[: max(fit - len(full), 0)]
         for sequence in full:
             sequence.due = True
 

@@ -137,7 +137,8 @@ def test_no_more_tails_are_compressed_together_than_fit():
         bench.step()
     while bench.busy:
         bench.step()
-        assert sum(s.due for s in bench.scheduler.running) <= 6
+        early = [s for s in bench.scheduler.running if s.due and s.state.tail < 24]
+        assert len(early) <= 1  # more would stand still for nothing
     assert max(len(chunks) for chunks in seen) == 2
     for job in bench.jobs:
         job.check()
