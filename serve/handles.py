@@ -58,6 +58,20 @@ class Handles:
     right: jax.Array | None = None  # i32[B]
     counts: np.ndarray | None = None  # i32[B]: the drafts of each row and one
 
+    def sent(self) -> "Handles":
+        """The same, on their way to the host as soon as they are there: a copy that is asked for then takes longer."""
+        scores = (self.logprobs, self.top_ids, self.top_logprobs) if self._has_scores else ()
+        for array in (self.tokens, self.right, *scores):
+            if array is not None:
+                array.copy_to_host_async()
+        return self
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether there are log-probabilities that somebody wants."""
+        wanted = any(s and s.sampling.logprobs is not None for s in self.sequences)
+        return self.logprobs is not None and wanted
+
     def results(self) -> Iterator[tuple[Sequence, int, list[Sampled]]]:
         """Wait for them: each sequence, how many of its drafts were wrong, and its tokens."""
         if self.tokens is None:
@@ -67,7 +81,7 @@ class Handles:
         right = np.ones(size, np.int32) if self.right is None else np.asarray(self.right)
         counts = right if self.counts is None else self.counts
         scores = None
-        if self.logprobs is not None and any(s and s.sampling.logprobs is not None for s in self.sequences):
+        if self._has_scores:
             scores = [
                 np.asarray(x).reshape(*tokens.shape, -1)
                 for x in (self.logprobs, self.top_ids, self.top_logprobs)

@@ -118,31 +118,29 @@ class RowSampler:
         self,
         logits: jax.Array,
         sequences: list[Sequence | None],
-        rows: list[int],
+        rows: jax.Array,
         prompt: PromptScores | None = None,
     ) -> Handles:
-        """A token of each of `rows`; those after the rows of the sequences are padding."""
+        """A token of each of `rows` i32[B]; those after the rows of the sequences are padding."""
         masks, variant = self._needs(sequences, len(rows))
-        tokens, logprobs, ids, tops, self.state = self.run(
-            logits, self.state, np.asarray(rows, np.int32), *masks, variant=variant
-        )
-        return Handles(sequences, tokens, logprobs, ids, tops, prompt)
+        tokens, logprobs, ids, tops, self.state = self.run(logits, self.state, rows, *masks, variant=variant)
+        return Handles(sequences, tokens, logprobs, ids, tops, prompt).sent()
 
     def sample_drafts(
         self,
         logits: jax.Array,
         tail: jax.Array,
         sequences: list[Sequence | None],
-        rows: list[int],
+        rows: jax.Array,
         drafts: Drafts,
     ) -> tuple[Handles, jax.Array]:
         """The tokens of each of `rows` for as long as its drafts are right; `tail` i32[rows] without those that are not."""
         masks, variant = self._needs(sequences, len(rows))
         tokens, right, logprobs, ids, tops, self.state, tail = self.run_drafts(
-            logits, self.state, tail, np.asarray(rows, np.int32), drafts, *masks, variant=variant
+            logits, self.state, tail, rows, drafts, *masks, variant=variant
         )
         handles = Handles(sequences, tokens, logprobs, ids, tops, right=right, counts=drafts.counts)
-        return handles, tail
+        return handles.sent(), tail
 
     def _needs(self, sequences: list[Sequence | None], size: int) -> tuple[tuple[np.ndarray, ...], Variant]:
         """The mask of what grammars allow, if there are any, and the variant of the program."""
@@ -202,8 +200,8 @@ class RowSampler:
     def _logits(self, count: int) -> jax.Array:
         return jax.device_put(np.zeros((count, self._config.vocab_size), np.float32), self._device)
 
-    def _no_rows(self, count: int) -> tuple[np.ndarray, ...]:
-        return (np.full(count, self._num_rows, np.int32),)
+    def _no_rows(self, count: int) -> tuple[jax.Array, ...]:
+        return (jax.device_put(np.full(count, self._num_rows, np.int32), self._device),)
 
     def _no_masks(self, count: int, masked: bool) -> tuple[np.ndarray, ...]:
         return (np.zeros((count, mask_words(self._config.vocab_size)), np.uint32),) if masked else ()

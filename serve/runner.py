@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import Chunk, Decode, compiler_options, step
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+KEPT_ROWS = 8  # lists of rows that stay on the device
 
 log = logging.getLogger("tangram.engine")
 
@@ -96,6 +97,8 @@ class Runner(RowCopies):
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._cache: Cache
         self._changes = RowChanges(plan, num_rows)
+        # Most steps have the rows of the step before, and the sampler has them, too.
+        self._sent = lru_cache(KEPT_ROWS)(partial(_send, self._everywhere))
         self.transfers: Transfers | None = None
         if host_bytes:
             page_bytes = plan.page_bytes(config.head_dim, cache_dtype)
@@ -143,6 +146,7 @@ class Runner(RowCopies):
 
     def reset(self) -> None:
         """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
+        self._sent.cache_clear()
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("_cache", None)
         self._changes.clear()
@@ -196,8 +200,9 @@ class Runner(RowCopies):
         while the device runs the step.
         """
         given = inputs_of(work, self.buckets, self.num_rows)
+        slots = None if given.rows is None else self._on_device(given.rows)
         logits, self.cache, scores = self._step(
-            self.params, self.cache, self.sampler.state.ints, given.chunk, given.rows, given.next_tokens, given.drafts,
+            self.params, self.cache, self.sampler.state.ints, given.chunk, slots, given.next_tokens, given.drafts,
             all_logits=work.scores_prompt,
         )  # fmt: skip
         self._last_logits = logits, {c.sequence: i for i, c in enumerate(work.chunks) if c.last}
@@ -207,11 +212,10 @@ class Runner(RowCopies):
             return Handles([], None, prompt=prompt)
         if any(s.grammar for s in sequences if s):
             read_all()
+        rows = self._on_device(given.logits_of)
         if given.drafts is None:
-            return self.sampler.sample(logits, sequences, given.logits_of, prompt)
-        handles, tail = self.sampler.sample_drafts(
-            logits, self.cache.tail, sequences, given.logits_of, given.drafts
-        )
+            return self.sampler.sample(logits, sequences, rows, prompt)
+        handles, tail = self.sampler.sample_drafts(logits, self.cache.tail, sequences, rows, given.drafts)
         self.cache = dataclasses.replace(self.cache, tail=tail)
         return handles
 
@@ -224,8 +228,11 @@ class Runner(RowCopies):
             logits, row_of = last
             if logits.shape[0] > 1:
                 logits = self._take(logits, np.int32(row_of[sequence.parent]))
-            out.append(self.sampler.sample(logits, [sequence], [sequence.state.row]))
+            out.append(self.sampler.sample(logits, [sequence], self._on_device([sequence.state.row])))
         return out
+
+    def _on_device(self, rows: np.ndarray | list[int]) -> jax.Array:
+        return self._sent(np.asarray(rows, np.int32).tobytes())
 
     # RowOperations
 
@@ -321,11 +328,15 @@ class Runner(RowCopies):
             if count > 1:
                 rows = np.full(count, self.num_rows, np.int32)
                 chunk = Packed(rows, tokens, np.zeros(count, np.int32))
-        slots = None if shape.slots is None else np.full(shape.slots, self.num_rows, np.int32)
+        slots = None if shape.slots is None else self._on_device([self.num_rows] * shape.slots)
         following = tokens if shape.scores else None
         drafts = Drafts.none(shape.slots or 0, shape.drafts) if shape.drafts else None
         params = self._parallel.in_passing(self.params) if self._parallel else self.params
         return params, self.cache, self.sampler.state.ints, chunk, slots, following, drafts
+
+
+def _send(place: Any, rows: bytes) -> jax.Array:
+    return jax.device_put(np.frombuffer(rows, np.int32), place)
 
 
 def _like_step(params: Any, cache: Cache, *rest: Any, all_logits: bool = False) -> Any:

@@ -1,5 +1,6 @@
 """Sampling through the engine with a tiny model: seeds, penalties, logprobs, and what ends a choice."""
 
+from typing import Any
 from unittest import mock
 
 import jax
@@ -7,6 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_program import as_on_hopper
+from serve.handles import Handles
+from serve.request import GenerationRequest, SamplingParams
+from serve.sequence import Sequence
 from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY
 from tests.serve.tiny_engine import (
@@ -154,6 +158,35 @@ def test_greedy_requests_are_spared_what_they_do_not_need(engine, sampling, vari
     )
     engine.answer(tokens_of(9), max_tokens=4, **sampling)
     assert set(seen) == {variant}
+
+
+def test_rows_are_sent_once_as_long_as_they_are_the_same(engine):
+    before = engine.runner._sent.cache_info()
+    assert engine.answer(tokens_of(5), max_tokens=40).tokens == greedy(tokens_of(5), 40)
+    after = engine.runner._sent.cache_info()
+    assert after.misses - before.misses <= 3  # the prompt's, none beside it, all other steps'
+    assert after.hits - before.hits >= 2 * 39 - 1  # every step's and its sampling's
+
+
+class OnDevice:
+    """An array of which only copies are asked."""
+
+    copies = 0
+
+    def copy_to_host_async(self) -> None:
+        self.copies += 1
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_results_are_on_their_way_before_they_are_read(logprobs):
+    """Log-probabilities only if somebody wants them."""
+    arrays: list[Any] = [OnDevice() for _ in range(4)]
+    request = GenerationRequest(
+        request_id="", prompt_ids=[1], sampling=SamplingParams(max_tokens=1, logprobs=logprobs)
+    )
+    sequence = Sequence(request, 0, lambda _: None, 0, 0, np.zeros(1, np.int32))
+    Handles([None, sequence], *arrays).sent()
+    assert [array.copies for array in arrays] == [1, *[int(logprobs is not None)] * 3]
 
 
 def test_stop_tokens_end_a_choice(engine):
