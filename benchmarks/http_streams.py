@@ -5,8 +5,9 @@
 
 The engine sleeps where a real one waits for the device, is busy for a while where that one plans its steps (`--busy-ms`),
 and holds the interpreter then, as that one does. "cpu" is the server's time for a token, the engine's left out; "step" the
-time between two steps, "late" its 99th percentile over what was asked. The clients are a process of their own. The rows are
-those of uvicorn's HTTP implementations; the last line compares them. A CPU suffices.
+time between two steps, "late" its 99th percentile over what was asked. A server that does not keep up sends several tokens as
+one event: "tokens_an_event". The clients are a process of their own. The rows are those of uvicorn's HTTP implementations;
+the last line compares them. A CPU suffices.
 """
 
 import argparse
@@ -96,8 +97,6 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"]) -> dict[s
         seconds = time.process_time() - before - engine.busy_seconds
     server.should_exit = True
     thread.join()
-    # A stream's first event has its role, the last one is [DONE].
-    assert events == args.streams * (args.tokens + 2), f"{events} events of {args.streams} streams"
     steps = 1e3 * np.diff(engine.starts[WARM_UP:])
     return {
         "http": http,
@@ -105,6 +104,8 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"]) -> dict[s
         "step_ms": float(np.median(steps)),
         "late_ms": float(np.percentile(steps, 99)) - args.step_ms,
         "cpu_us": seconds / (args.streams * (args.tokens - first)) * 1e6,
+        # A stream's first event has its role, the last one is [DONE].
+        "tokens_an_event": args.streams * args.tokens / (events - 2 * args.streams),
     }
 
 
