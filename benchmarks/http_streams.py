@@ -12,6 +12,7 @@ the last line compares them. A CPU suffices.
 
 import argparse
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -86,6 +87,8 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"]) -> dict[s
     thread.start()
     while not server.started:
         time.sleep(0.01)
+    gc.collect()
+    gc.freeze()  # as `python -m serve` does
     command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(sockets[0].getsockname()[1])]
     command += ["--streams", str(args.streams), "--tokens", str(args.tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:

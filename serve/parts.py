@@ -38,6 +38,8 @@ Part = Thought | Content | CallStart | Arguments
 
 def merged(parts: list[Part]) -> list[Part]:
     """The same with what belongs together in one piece."""
+    if len(parts) < 2:  # as nearly always
+        return parts
     result: list[Part] = []
     for kind, group in groupby(parts, type):
         if kind is CallStart:

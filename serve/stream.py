@@ -70,16 +70,18 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._arrivals: list[Arrival] = []
-        self._event = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
 
     def put(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)
-        self._event.set()
+        if self._waiting and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def take(self) -> list[Arrival]:
-        """Wait for outputs, return all that are there."""
-        await self._event.wait()
-        self._event.clear()
+        """Wait for outputs, return all that are there. For one task at a time."""
+        if not self._arrivals:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
