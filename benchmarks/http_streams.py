@@ -2,17 +2,19 @@
 
   python -m benchmarks.http_streams                          128 chats at once, a token each every 17.6 ms
   python -m benchmarks.http_streams --streams 32 --step-ms 3.9
+  python -m benchmarks.http_streams --step-ms 3 --stream-interval 4      and with so many tokens together
 
 The engine sleeps where a real one waits for the device, is busy for a while where that one plans its steps (`--busy-ms`),
 and holds the interpreter then, as that one does. "cpu" is the server's time for a token, the engine's left out; "step" the
-time between two steps, "late" its 99th percentile over what was asked. A server that does not keep up sends several tokens as
-one event: "tokens_an_event". The clients are a process of their own. The rows are those of uvicorn's HTTP implementations;
-the last line compares them. A CPU suffices.
+time between two steps, "late" its 99th percentile over what was asked. "tokens_an_event": more than asked for where the
+server does not keep up. The clients are a process of their own. The rows are those of uvicorn's HTTP implementations; lines
+after them compare. A CPU suffices.
 """
 
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -75,11 +77,14 @@ class Paced:
                     self.abort(request.request_id)
 
 
-def serve(args: argparse.Namespace, http: Literal["h11", "httptools"]) -> dict[str, Any]:
-    """All streams by one implementation of HTTP."""
+def serve(args: argparse.Namespace, http: Literal["h11", "httptools"], interval: int = 1) -> dict[str, Any]:
+    """All streams by one implementation of HTTP, so many of their tokens together."""
     engine = Paced(args.streams, args.step_ms / 1e3, args.busy_ms / 1e3)
     server = make_server(
-        create_app(engine, tiny_tokenizer(), ["paced"]), host="127.0.0.1", port=0, log_level="warning"
+        create_app(engine, tiny_tokenizer(), ["paced"], stream_interval=interval),
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
     )
     server.config.http = http
     sockets = [bind("127.0.0.1", 0)]
@@ -103,6 +108,7 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"]) -> dict[s
     steps = 1e3 * np.diff(engine.starts[WARM_UP:])
     return {
         "http": http,
+        "interval": interval,
         "tokens_per_s": args.streams * 1e3 / float(steps.mean()),
         "step_ms": float(np.median(steps)),
         "late_ms": float(np.percentile(steps, 99)) - args.step_ms,
@@ -143,6 +149,7 @@ def main() -> None:
     parser.add_argument(
         "--busy-ms", type=float, default=1.0, help="of a step, in which the engine's thread works"
     )
+    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a stream sent together")
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tokens <= WARM_UP:
@@ -150,11 +157,19 @@ def main() -> None:
     if args.client:
         print(asyncio.run(ask_all(args.client, args.streams, args.tokens)))
         return
-    rows = [serve(args, http) for http in IMPLEMENTATIONS]
+    ways = [(http, 1) for http in IMPLEMENTATIONS]
+    if args.stream_interval > 1:
+        ways.append((IMPLEMENTATIONS[-1], args.stream_interval))
+    rows = [serve(args, *way) for way in ways]
     for row in rows:
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    slow, fast = rows
-    print(f"time of the processor, {slow['http']} / {fast['http']}: {slow['cpu_us'] / fast['cpu_us']:.2f}")
+    for before, after in itertools.pairwise(rows):
+        names = [f"{row['http']}, {row['interval']} together" for row in (before, after)]
+        spent = before["cpu_us"] / after["cpu_us"]
+        rate = after["tokens_per_s"] / before["tokens_per_s"]
+        print(
+            f"{' / '.join(names)}: {spent:.2f} of the processor's time; tokens a second the other way {rate:.2f}"
+        )
 
 
 if __name__ == "__main__":

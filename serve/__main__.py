@@ -62,6 +62,7 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
             sampling_defaults=built.sampling_defaults,
             max_choices=config.max_choices,
             max_body_bytes=config.max_body_bytes,
+            stream_interval=config.stream_interval,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
             on_shutdown=engine.stop,

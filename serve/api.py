@@ -63,6 +63,7 @@ def create_app(
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     max_choices: int = 128,
     max_body_bytes: int = 8 * 2**20,
+    stream_interval: int = 1,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     on_shutdown: Callable[[], None] | None = None,
@@ -79,6 +80,7 @@ def create_app(
       sampling_defaults: of fields that a request leaves out, e.g. {"temperature": 0.6}.
       max_choices: prompts times `n` of one request.
       max_body_bytes: larger bodies get a 413.
+      stream_interval: tokens of a stream that are sent together, but for each choice's first one.
       tool_call_parser: how the model writes calls of tools, one of `serve.tool_formats.PARSERS`.
       reasoning_parser: whether it writes thoughts, one of `serve.thought_prompt.PARSERS`.
       on_shutdown: called once when the server stops, when no request is left in the engine.
@@ -95,6 +97,7 @@ def create_app(
         model_names=tuple(served_model_names),
         max_choices=max_choices,
         max_body_bytes=max_body_bytes,
+        stream_interval=stream_interval,
         metrics=Metrics(engine, served_model_names[0]),
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),

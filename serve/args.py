@@ -83,6 +83,7 @@ class ServeConfig:
     tool_call_parser: str = "auto"  # how the model writes calls of tools
     reasoning_parser: str = "auto"  # how it writes thoughts
     max_body_bytes: int = 8 * 2**20
+    stream_interval: int = 1  # tokens of a stream that are sent together
     shutdown_timeout: int = 15  # seconds
     log_level: str = "info"
 
@@ -110,6 +111,7 @@ class ServeConfig:
             ("--port", self.port, 0, 65535),
             ("--max-choices", self.max_choices, 1, 65536),
             ("--max-body-bytes", self.max_body_bytes, 1024, 2**31 - 1),
+            ("--stream-interval", self.stream_interval, 1, 1024),
             ("--shutdown-timeout", self.shutdown_timeout, 0, 86400),
         )
         faults = [

@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.choice import Delta, TokenLogprob
-from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
+from serve.choice import Delta, TokenLogprob, chosen_logprob, finite_logprob
+from serve.generation import Serving, TokenNames, respond
 from serve.parts import Arguments, CallStart, Content, Part, Thought, merged
 from serve.prompts import Prompt, chat_prompt, chat_text, check_length, check_num_choices, sampling_params
 from serve.protocol import ChatRequest

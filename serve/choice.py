@@ -20,6 +20,16 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
+def finite_logprob(logprob: float) -> float:
+    """JSON has no infinity: -9999.0 stands for an impossible token, as in vLLM."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+def chosen_logprob(entry: TokenLogprob) -> float:
+    """Log-probability of a generated token."""
+    return -9999.0 if entry.logprob is None else finite_logprob(entry.logprob)
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new about a choice since it was last asked."""

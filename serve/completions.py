@@ -6,8 +6,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.choice import Delta, TokenLogprob
-from serve.generation import Serving, TokenNames, chosen_logprob, finite_logprob, respond
+from serve.choice import Delta, TokenLogprob, chosen_logprob, finite_logprob
+from serve.generation import Serving, TokenNames, respond
 from serve.prompts import Prompt, completion_prompts, sampling_params
 from serve.protocol import CompletionRequest
 

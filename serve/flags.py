@@ -233,6 +233,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-body-bytes", type=parse_bytes, metavar="SIZE", help="of a request (default 8MiB)"
     )
     http.add_argument(
+        "--stream-interval",
+        type=int,
+        metavar="N",
+        help="tokens of a stream that are sent together, but for the first one: more cost the server less (default 1)",
+    )
+    http.add_argument(
         "--shutdown-timeout", type=int, metavar="S", help="seconds for running responses (default 15)"
     )
     http.add_argument(

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.choice import Choice, Delta, TokenLogprob
+from serve.choice import Choice, Delta
 from serve.errors import APIError, unavailable
 from serve.grammar import Grammar
 from serve.grammar_cache import GrammarCache
@@ -37,6 +37,7 @@ from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
 
 _LARGE_BODY = 2**18  # bytes; more text may take a thread for seconds
+_WHOLE = 8  # tokens that the event loop gets together where nobody sees them before the end
 
 
 class Draining:
@@ -66,6 +67,7 @@ class Serving:
     model_names: tuple[str, ...]
     max_choices: int
     max_body_bytes: int
+    stream_interval: int
     metrics: Metrics
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
@@ -148,16 +150,6 @@ class TokenNames:
         return self._tokenizer.token_bytes(token_id)
 
 
-def finite_logprob(logprob: float) -> float:
-    """JSON has no infinity: -9999.0 stands for an impossible token, as in vLLM."""
-    return logprob if logprob > -9999.0 else -9999.0
-
-
-def chosen_logprob(entry: TokenLogprob) -> float:
-    """Log-probability of a generated token."""
-    return -9999.0 if entry.logprob is None else finite_logprob(entry.logprob)
-
-
 class Generation:
     """All choices of one HTTP request, from the engine's outputs to deltas."""
 
@@ -216,7 +208,10 @@ class Generation:
             for p, prompt in enumerate(prompts)
         ]
         form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
-        self._submission = Submission(serving.engine, serving.hub, requests, form)
+        interval = serving.stream_interval
+        if not (request.stream or request.stop):  # a stop string is looked for in what has come
+            interval = max(interval, _WHOLE)
+        self._submission = Submission(serving.engine, serving.hub, requests, form, interval)
         self._draining, self._metrics, self._grammar = serving.draining, serving.metrics, params[0].grammar
         plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None

@@ -13,7 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve.errors import APIError, bad_request, unavailable
-from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, RequestRejected, TokenOutput
+from serve.request import (
+    EngineProtocol,
+    EngineUnavailable,
+    GenerationRequest,
+    OutputCallback,
+    RequestRejected,
+    TokenOutput,
+)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -90,10 +97,15 @@ class Submission:
     """The engine requests of one HTTP request: one a prompt. Leaving the context aborts what still runs."""
 
     def __init__(
-        self, engine: EngineProtocol, hub: OutputHub, requests: Sequence[GenerationRequest], form: str
+        self,
+        engine: EngineProtocol,
+        hub: OutputHub,
+        requests: Sequence[GenerationRequest],
+        form: str,
+        interval: int,
     ) -> None:
-        """`form`: the field that their grammar comes from, if they have one."""
-        self._engine = engine
+        """`form`: the field that their grammar comes from, if they have one. `interval`: see `_receiver`."""
+        self._engine, self._interval = engine, interval
         self._hub = hub
         self._requests = requests
         self._form = form
@@ -105,12 +117,8 @@ class Submission:
         """Queue all prompts, or none; raises APIError."""
         loop = asyncio.get_running_loop()
         for p, request in enumerate(self._requests):
-
-            def on_output(output: TokenOutput, p: int = p) -> None:
-                self._hub.post(loop, self._mailbox, (time.monotonic(), p, output))
-
             try:
-                self._engine.submit(request, on_output)
+                self._engine.submit(request, self._receiver(p, loop))
             except RequestRejected as error:
                 self.close()
                 raise bad_request(str(error), error.field, "request_rejected") from None
@@ -118,6 +126,21 @@ class Submission:
                 self.close()
                 raise unavailable(str(error)) from None
             self._submitted.append(request)
+
+    def _receiver(self, p: int, loop: asyncio.AbstractEventLoop) -> OutputCallback:
+        """Takes outputs of prompt `p` to the event loop: a choice's first one at once, the others `interval` together."""
+        held: dict[int, list[Arrival]] = {}  # of each choice
+
+        def on_output(output: TokenOutput) -> None:
+            first = output.choice not in held
+            waiting = held.setdefault(output.choice, [])
+            waiting.append((time.monotonic(), p, output))
+            if first or output.finish_reason or len(waiting) >= self._interval:
+                for arrival in waiting:
+                    self._hub.post(loop, self._mailbox, arrival)
+                waiting.clear()
+
+        return on_output
 
     def interrupt(self) -> None:
         """The server stops: end every choice that still runs, as if the engine had dropped it."""

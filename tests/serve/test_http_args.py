@@ -27,7 +27,7 @@ def test_all_flags(tmp_path):
         "--max-num-batched-tokens 256 --block-size 64 --kv-cache-memory 1.5GiB --gpu-memory-utilization 0.5 "
         f"--no-enable-prefix-caching --max-stored-sessions 0 --profile {profile} --retention 0.25 --heads-per-page 3 "
         "--cluster model --scorer keydiff --tail-limit 128 --min-entries 32 --host 0.0.0.0 --port 0 --api-key k l "
-        "--max-choices 9 --max-body-bytes 1MiB --shutdown-timeout 0 --uvicorn-log-level debug "
+        "--max-choices 9 --max-body-bytes 1MiB --stream-interval 5 --shutdown-timeout 0 --uvicorn-log-level debug "
         "--kv-cache-dtype int8 --generation-config vllm --quantization fp8 --allowed-origins https://a.org http://b:3000 "
         "--tool-call-parser mistral --reasoning-parser none --max-retention 0.75 --decode-division split_map "
         '--hf-overrides {"rope_scaling":{"factor":4.0}}'
@@ -37,7 +37,7 @@ def test_all_flags(tmp_path):
         max_num_batched_tokens=256, page_size=64, kv_cache_bytes=3 * 2**29, gpu_memory_utilization=0.5,
         prefix_cache=False, max_stored_sessions=0, profile=str(profile), retention=0.25, heads_per_page=3,
         cluster="model", scorer="keydiff", tail_limit=128, min_entries=32, host="0.0.0.0", port=0,
-        api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, shutdown_timeout=0, log_level="debug",
+        api_keys=("k", "l"), max_choices=9, max_body_bytes=2**20, stream_interval=5, shutdown_timeout=0, log_level="debug",
         kv_cache_dtype="int8", generation_config="vllm", tool_call_parser="mistral", reasoning_parser="none",
         max_retention=0.75, decode_division="split_map", quantization="fp8",
         allowed_origins=("https://a.org", "http://b:3000"),

@@ -1,0 +1,87 @@
+"""Tokens that reach the event loop together (`--stream-interval`)."""
+
+import asyncio
+import itertools
+from unittest import mock
+
+import pytest
+
+from serve.request import GenerationRequest, SamplingParams, TokenOutput
+from serve.stream import Submission
+from tests.serve.http_server import EOS, ids, serving
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(stream_interval=4) as running:
+        yield running
+
+
+def pieces(served, **rest):
+    """The texts of a streamed chat's events, by choice."""
+    found = {}
+    for chunk in served.openai.chat.completions.create(model="tiny", stream=True, **CHAT | rest):
+        for choice in chunk.choices:
+            if choice.delta.content:
+                found.setdefault(choice.index, []).append(choice.delta.content)
+    return found
+
+
+def test_the_first_token_comes_at_once_and_the_last_ones_with_the_end(served):
+    served.script("abcdefghijk")
+    assert pieces(served) == {0: ["a", "bcde", "fghi", "jk"]}
+    served.script([*ids("abc"), EOS], finish="stop")
+    assert pieces(served) == {0: ["a", "bc"]}
+
+
+def test_every_choice_has_its_own(served):
+    served.script("abcdef")
+    assert pieces(served, n=3) == {n: ["a", "bcde", "f"] for n in range(3)}
+
+
+def test_a_stop_string_in_the_middle_of_them_ends_the_text_there(served):
+    served.script("abcdefghijklmnopqrst", finish="none")
+    assert "".join(pieces(served, stop=["gh"])[0]) == "abcdef"
+    answer = served.post("/v1/chat/completions", CHAT | {"stop": ["gh"]}).json()
+    assert answer["choices"][0]["message"]["content"] == "abcdef"
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_an_engine_that_fails_is_heard_at_once(served):
+    served.script("abc", error="it broke", finish="error")
+    with served.http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
+        assert "it broke" in answer.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "together"),
+    [({}, 8), ({"stop": ["x"]}, 4), ({"stream": True}, 4), ({"stream": True, "stop": ["x"]}, 4)],
+    ids=str,
+)
+def test_nobody_sees_the_tokens_of_whole_answers(served, body, together):
+    """So they come in larger groups, but where a stop string is looked for in them."""
+    served.script("a" * 30)
+    with mock.patch("serve.generation.Submission", wraps=Submission) as made:
+        assert served.post("/v1/chat/completions", CHAT | body).status_code == 200
+    assert made.call_args.args[-1] == together
+
+
+def test_arrivals_keep_their_times():
+    """Metrics tell of each token when it came from the engine."""
+    posted, counts, clock = [], [], itertools.count()
+    engine, hub = mock.Mock(), mock.Mock(post=lambda _, __, arrival: posted.append(arrival[0]))
+    request = GenerationRequest(request_id="", prompt_ids=[1], sampling=SamplingParams(max_tokens=9))
+
+    async def run() -> None:
+        Submission(engine, hub, [request], "", 3).submit()
+        receive = engine.submit.call_args.args[1]
+        with mock.patch("serve.stream.time", mock.Mock(monotonic=lambda: next(clock))):
+            for n in range(6):
+                receive(TokenOutput(token_id=n, finish_reason="length" if n == 5 else None))
+                counts.append(len(posted))
+
+    asyncio.run(run())
+    assert counts == [1, 1, 1, 4, 4, 6]
+    assert posted == [0, 1, 2, 3, 4, 5]
