@@ -209,7 +209,8 @@ class Generation:
         ]
         form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
         interval = serving.stream_interval
-        if not (request.stream or request.stop):  # a stop string is looked for in what has come
+        ends_early = request.stop or (chat is not None and chat.tools)  # by what its text says
+        if not (request.stream or ends_early):
             interval = max(interval, _WHOLE)
         self._submission = Submission(serving.engine, serving.hub, requests, form, interval)
         self._draining, self._metrics, self._grammar = serving.draining, serving.metrics, params[0].grammar

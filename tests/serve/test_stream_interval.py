@@ -9,13 +9,15 @@ import pytest
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.stream import Submission
 from tests.serve.http_server import EOS, ids, serving
+from tests.serve.tool_templates import tool_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(stream_interval=4) as running:
+    with serving(stream_interval=4, tokenizer=tool_tokenizer("hermes"), max_model_len=4096) as running:
         yield running
 
 
@@ -57,11 +59,11 @@ def test_an_engine_that_fails_is_heard_at_once(served):
 
 @pytest.mark.parametrize(
     ("body", "together"),
-    [({}, 8), ({"stop": ["x"]}, 4), ({"stream": True}, 4), ({"stream": True, "stop": ["x"]}, 4)],
+    [({}, 8), ({"stop": ["x"]}, 4), (TOOLS, 4), ({"stream": True}, 4), ({"stream": True, "stop": ["x"]}, 4)],
     ids=str,
 )
 def test_nobody_sees_the_tokens_of_whole_answers(served, body, together):
-    """So they come in larger groups, but where a stop string is looked for in them."""
+    """So they come in larger groups, but where what they say may end the answer."""
     served.script("a" * 30)
     with mock.patch("serve.generation.Submission", wraps=Submission) as made:
         assert served.post("/v1/chat/completions", CHAT | body).status_code == 200
