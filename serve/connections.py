@@ -107,6 +107,7 @@ class Connection(HttpToolsProtocol):
         self._unread.clear()
         for cycle in self._unanswered:
             _leave(cycle)
+        self._unset_keepalive_if_required()  # uvicorn's timer would hold what was reset for as long
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

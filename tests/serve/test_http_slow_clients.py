@@ -1,11 +1,14 @@
 """Clients that let the server wait: those that only do so are dropped, those that are slow are not."""
 
+import gc
 import socket
+import struct
 import time
 
 import httpx
 import pytest
 
+from serve.connections import Connection
 from tests.serve.http_server import ids, serving, wait_until
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -28,6 +31,22 @@ def read_answer(client):
     while len(body) < length:
         body += client.recv(65536)
     return head.decode(), body.decode()
+
+
+def test_nothing_is_kept_of_a_connection_that_is_reset(served):
+    """Half a minute's, where clients reset many, was gigabytes."""
+
+    def connections():
+        gc.collect()
+        return sum(isinstance(known, Connection) for known in gc.get_objects())
+
+    before = connections()
+    for _ in range(5):
+        with connect(served) as client:
+            client.sendall(GET.encode())
+            read_answer(client)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: connections() <= before)
 
 
 @pytest.mark.parametrize("after", ["", GET], ids=["at once", "after an answer"])
