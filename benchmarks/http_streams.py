@@ -16,6 +16,7 @@ import asyncio
 import gc
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -71,7 +72,7 @@ class Paced:
             for request, on_output in list(self._running.values()):
                 ends = count >= request.sampling.max_tokens
                 on_output(
-                    TokenOutput(choice=0, token_id=100 + count % 26, finish_reason="length" if ends else None)
+                    TokenOutput(choice=0, token_id=105 + count % 26, finish_reason="length" if ends else None)
                 )
                 if ends:
                     self.abort(request.request_id)
@@ -96,15 +97,17 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"], interval:
     gc.freeze()  # as `python -m serve` does
     command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(sockets[0].getsockname()[1])]
     command += ["--streams", str(args.streams), "--tokens", str(args.tokens)]
+    tokens = args.streams * args.tokens
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         while len(engine.starts) <= WARM_UP:
             time.sleep(0.01)
         before, first = time.process_time(), len(engine.starts)
         assert clients.stdout
-        events = int(clients.stdout.read())
+        events, letters = map(int, clients.stdout.read().split())
         seconds = time.process_time() - before - engine.busy_seconds
     server.should_exit = True
     thread.join()
+    assert letters == tokens, f"{letters} tokens of {tokens} came"  # each is a letter
     steps = 1e3 * np.diff(engine.starts[WARM_UP:])
     return {
         "http": http,
@@ -114,12 +117,12 @@ def serve(args: argparse.Namespace, http: Literal["h11", "httptools"], interval:
         "late_ms": float(np.percentile(steps, 99)) - args.step_ms,
         "cpu_us": seconds / (args.streams * (args.tokens - first)) * 1e6,
         # A stream's first event has its role, the last one is [DONE].
-        "tokens_an_event": args.streams * args.tokens / (events - 2 * args.streams),
+        "tokens_an_event": tokens / (events - 2 * args.streams),
     }
 
 
-async def ask(port: int, tokens: int) -> int:
-    """A streamed chat; the number of its events."""
+async def ask(port: int, tokens: int) -> tuple[int, int]:
+    """A streamed chat; the number of its events, and of letters of their texts."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(
         {"messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens, "stream": True}
@@ -129,14 +132,15 @@ async def ask(port: int, tokens: int) -> int:
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + body)
-    events = 0
-    while data := await reader.read(1 << 16):
-        events += data.count(b"data: ")
-    return events
+    answer = await reader.read()
+    return answer.count(b"data: "), sum(map(len, re.findall(rb'"content":"(\w*)"', answer)))
 
 
-async def ask_all(port: int, streams: int, tokens: int) -> int:
-    return sum(await asyncio.gather(*[ask(port, tokens) for _ in range(streams)]))
+async def ask_all(port: int, streams: int, tokens: int) -> tuple[int, int]:
+    """The same of all together."""
+    asked = await asyncio.gather(*[ask(port, tokens) for _ in range(streams)])
+    events, letters = map(sum, zip(*asked, strict=True))
+    return events, letters
 
 
 def main() -> None:
@@ -152,10 +156,12 @@ def main() -> None:
     parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a stream sent together")
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.stream_interval < 1:
+        parser.error("--stream-interval: 1 at least")
     if args.tokens <= WARM_UP:
         parser.error(f"--tokens must be more than the {WARM_UP} steps that are not measured")
     if args.client:
-        print(asyncio.run(ask_all(args.client, args.streams, args.tokens)))
+        print(*asyncio.run(ask_all(args.client, args.streams, args.tokens)))
         return
     ways = [(http, 1) for http in IMPLEMENTATIONS]
     if args.stream_interval > 1:

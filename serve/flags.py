@@ -236,7 +236,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--stream-interval",
         type=int,
         metavar="N",
-        help="tokens of a stream that are sent together, but for the first one: more cost the server less (default 1)",
+        help="tokens of a choice that are sent together, but for its first one: the more, the less work for the server and "
+        "the less smooth a stream (default 1)",
     )
     http.add_argument(
         "--shutdown-timeout", type=int, metavar="S", help="seconds for running responses (default 15)"

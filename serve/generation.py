@@ -209,7 +209,8 @@ class Generation:
         ]
         form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
         interval = serving.stream_interval
-        ends_early = request.stop or (chat is not None and chat.tools)  # by what its text says
+        # By what its text says: it is looked at as it comes.
+        ends_early = request.stop or (chat is not None and (chat.tools or serving.tools.harmony))
         if not (request.stream or ends_early):
             interval = max(interval, _WHOLE)
         self._submission = Submission(serving.engine, serving.hub, requests, form, interval)

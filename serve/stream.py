@@ -111,6 +111,7 @@ class Submission:
         self._form = form
         self._submitted: list[GenerationRequest] = []
         self._mailbox = Mailbox()
+        self._came: list[Arrival] = []  # and was not returned yet
         self._running = {(p, c) for p, request in enumerate(requests) for c in range(request.n)}
 
     def submit(self) -> None:
@@ -149,26 +150,38 @@ class Submission:
             self._mailbox.put((time.monotonic(), p, output))
 
     async def take(self) -> list[Arrival]:
-        """Wait for outputs. Raises APIError when a grammar or the engine failed, or a request was dropped."""
+        """Wait for outputs. Raises APIError when a grammar or the engine failed, or a request was dropped.
+
+        What came before that is returned first: its text may end the choice.
+        """
         while True:
-            arrivals = []
-            for arrival in await self._mailbox.take():
+            arrivals: list[Arrival] = []
+            came, self._came = self._came or await self._mailbox.take(), []
+            for n, arrival in enumerate(came):
                 _, p, output = arrival
                 key = (p, output.choice)
                 if key not in self._running:
                     continue  # came after an abort
-                if output.finish_reason == "error":
-                    message = output.error or "The engine failed on this request."
-                    if output.bad_grammar:
-                        raise bad_request(message, self._form, "invalid_value")
-                    raise APIError(500, message, code="engine_error")
-                if output.finish_reason == "abort":
-                    raise unavailable("The server dropped this request: it is shutting down.")
+                if fault := self._fault(output):
+                    if not arrivals:
+                        raise fault
+                    self._came = came[n:]
+                    break
                 if output.finish_reason is not None:
                     self._running.discard(key)
                 arrivals.append(arrival)
             if arrivals:
                 return arrivals
+
+    def _fault(self, output: TokenOutput) -> APIError | None:
+        if output.finish_reason == "error":
+            message = output.error or "The engine failed on this request."
+            if output.bad_grammar:
+                return bad_request(message, self._form, "invalid_value")
+            return APIError(500, message, code="engine_error")
+        if output.finish_reason == "abort":
+            return unavailable("The server dropped this request: it is shutting down.")
+        return None
 
     def stop(self, p: int, choice: int) -> None:
         """End one choice early: a stop string was found."""

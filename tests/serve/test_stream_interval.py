@@ -1,13 +1,16 @@
 """Tokens that reach the event loop together (`--stream-interval`)."""
 
 import asyncio
+import contextlib
 import itertools
+import re
 from unittest import mock
 
 import pytest
 
 from serve.request import GenerationRequest, SamplingParams, TokenOutput
 from serve.stream import Submission
+from tests.serve.fake_engine import _Choice
 from tests.serve.http_server import EOS, ids, serving
 from tests.serve.tool_templates import tool_tokenizer
 
@@ -51,10 +54,44 @@ def test_a_stop_string_in_the_middle_of_them_ends_the_text_there(served):
     assert answer["usage"]["completion_tokens"] == 8
 
 
-def test_an_engine_that_fails_is_heard_at_once(served):
-    served.script("abc", error="it broke", finish="error")
-    with served.http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer:
-        assert "it broke" in answer.read().decode()
+FAULTS = [("error", "it broke"), ("abort", "The server dropped this request")]
+
+
+@contextlib.contextmanager
+def failing(served, after, reason):
+    """The engine gives up each choice behind so many tokens."""
+    served.script("abcdefgh", finish="none")
+    next_output = _Choice.next_output
+
+    def fail(choice):
+        if choice.position == after:
+            return TokenOutput(choice=choice.index, finish_reason=reason, error="it broke")
+        return next_output(choice)
+
+    with mock.patch.object(_Choice, "next_output", fail):
+        yield
+
+
+@pytest.mark.parametrize(("reason", "message"), FAULTS)
+def test_a_fault_is_told_at_once_behind_what_came_before(served, reason, message):
+    for n in (1, 2):
+        with failing(served, 3, reason):
+            body = CHAT | {"stream": True, "n": n}
+            answer = served.post("/v1/chat/completions", body).text
+        assert message in answer
+        assert re.findall('"content":"(\\w+)"', answer)[:1] == ["a"]
+        assert '"content":"bc"' in answer
+    with failing(served, 3, reason):
+        assert message in served.post("/v1/chat/completions", CHAT).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("reason", "message"), FAULTS)
+def test_a_fault_behind_a_stop_string_is_none(served, stream, reason, message):
+    with failing(served, 4, reason):
+        answer = served.post("/v1/chat/completions", CHAT | {"stop": ["cd"], "stream": stream})
+    assert answer.status_code == 200
+    assert message not in answer.text and '"finish_reason":"stop"' in answer.text
 
 
 @pytest.mark.parametrize(
