@@ -1,5 +1,6 @@
 """The batching loop: one thread that owns the cache, dispatching step n+1 before it reads the tokens of step n."""
 
+import contextlib
 import logging
 import random
 import threading
@@ -163,14 +164,15 @@ class Engine:
             self._stats = replace(self._stats, requests_running=0, requests_waiting=0)
             self.on_failure()
         else:
+            with contextlib.suppress(Exception):
+                self._read_all()  # a process that ends while copies of results are under way is aborted
             self._end_all("abort")
 
     def _end_all(self, reason: FinishReason, message: str | None = None) -> None:
         """What runs or waits ends; the rows are not looked after."""
         for sequences in list(self._sequences.values()):
             for sequence in sequences:
-                output = TokenOutput(choice=sequence.choice, finish_reason=reason, error=message)
-                self._emit(sequence, output)
+                self._emit(sequence, TokenOutput(choice=sequence.choice, finish_reason=reason, error=message))
         self._sequences.clear()
 
     def _obey(self) -> None:
@@ -234,11 +236,9 @@ class Engine:
 
     def _add(self, request: GenerationRequest, on_output: OutputCallback) -> None:
         if request.request_id in self._sequences:
+            sequence = Sequence(request, 0, on_output, 0, 0, self._runner.plan.group_ppm)
             message = f"request id {request.request_id} is in use"
-            self._emit(
-                Sequence(request, 0, on_output, 0, 0, self._runner.plan.group_ppm),
-                TokenOutput(finish_reason="error", error=message),
-            )
+            self._emit(sequence, TokenOutput(finish_reason="error", error=message))
             return
         how, base = request.sampling, request.sampling.seed
         made: list[Sequence] = []
