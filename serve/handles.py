@@ -69,8 +69,9 @@ class Handles:
     @property
     def _has_scores(self) -> bool:
         """Whether there are log-probabilities that somebody wants."""
-        wanted = any(s and s.sampling.logprobs is not None for s in self.sequences)
-        return self.logprobs is not None and wanted
+        return self.logprobs is not None and any(
+            s and s.sampling.logprobs is not None for s in self.sequences
+        )
 
     def results(self) -> Iterator[tuple[Sequence, int, list[Sampled]]]:
         """Wait for them: each sequence, how many of its drafts were wrong, and its tokens."""
