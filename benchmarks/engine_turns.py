@@ -2,7 +2,8 @@
 
   python -m benchmarks.engine_turns               4 streams, a prompt of 39,000 tokens, then 8 short ones
   python -m benchmarks.engine_turns --layers 8    a quick look
-  python -m benchmarks.engine_turns --shape small --long 3000 --chunk 512 --gap 2 --gpu-memory-utilization 0.02
+  python -m benchmarks.engine_turns --shape small --layers 4 --long 3000 --chunk 512 --generate 100 --times 2
+                                                  on a CPU
 
 Llama-3.1-8B's shape, random weights; both ways with one engine, in turn, several times. Of each way the medians over the
 times: the median and the longest time to a short prompt's first token, and to the long one's, in ms; then their ratios.
@@ -10,7 +11,6 @@ times: the median and the longest time to a short prompt's first token, and to t
 
 import argparse
 import json
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from benchmarks import decode_step
-from benchmarks.engine_decode import SHAPES, start_engine
+from benchmarks.engine_decode import SHAPES, Outputs, start_engine
 from serve.chunks import Chunks
 from serve.engine import Engine
-from serve.request import GenerationRequest, SamplingParams, TokenOutput
+from serve.request import GenerationRequest, SamplingParams
 
 STREAM = 500  # tokens of the prompt of each stream
 SHORT = (50, 300)  # tokens of short prompts: from, up to
@@ -43,59 +43,31 @@ HOW: dict[str, Any] = {
 }
 
 
-class Asked:
-    """Requests and when their first tokens came."""
-
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
-        self._engine, self._vocab_size = engine, vocab_size
-        self._random = np.random.default_rng(1)
-        self._left, self._done = 0, threading.Condition()
-        self._errors: list[str] = []
-
-    def ask(self, tokens: int, generate: int) -> list[float]:
-        """Where the ms to its first token come once they are known."""
-        prompt = self._random.integers(0, self._vocab_size, tokens).tolist()
-        how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
-        first: list[float] = []
-        began = time.perf_counter()
-
-        def receive(output: TokenOutput) -> None:
-            if output.error:
-                self._errors.append(output.error)
-            if not first:
-                first.append((time.perf_counter() - began) * 1e3)
-            if output.finish_reason:
-                with self._done:
-                    self._left -= 1
-                    self._done.notify()
-
-        with self._done:
-            self._left += 1
-        name = f"{began}"
-        self._engine.submit(GenerationRequest(request_id=name, prompt_ids=prompt, sampling=how), receive)
-        return first
-
-    def wait(self) -> None:
-        with self._done:
-            self._done.wait_for(lambda: not self._left)
-        if self._errors:
-            raise RuntimeError(self._errors[0])
-
-
 def serve(engine: Engine, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
     """Once: the streams, the long prompt, the short ones, a `gap` apart."""
-    asked = Asked(engine, vocab_size)
+    random, began = np.random.default_rng(1), list[float]()
+    outputs = Outputs(args.streams + 1 + args.short)
+
+    def ask(tokens: int, generate: int) -> None:
+        number, prompt = len(began), random.integers(0, vocab_size, tokens).tolist()
+        how = SamplingParams(max_tokens=generate, ignore_eos=True, temperature=0.0)
+        began.append(time.perf_counter())
+        request = GenerationRequest(request_id=str(number), prompt_ids=prompt, sampling=how)
+        engine.submit(request, outputs.receiver(number))
+
     for _ in range(args.streams):
-        asked.ask(STREAM, args.generate)
+        ask(STREAM, args.generate)
     time.sleep(SETTLE)
-    long = asked.ask(args.long, 4)
-    short: list[list[float]] = []
+    ask(args.long, 4)
     for _ in range(args.short):
         time.sleep(args.gap / 1e3)
-        short.append(asked.ask(int(np.random.default_rng(len(short)).integers(*SHORT)), 20))
-    asked.wait()
-    of_short = [first for (first,) in short]
-    return {"short": float(np.median(of_short)), "short_longest": max(of_short), "long": long[0]}
+        ask(int(random.integers(*SHORT)), 20)
+    outputs.done.wait()
+    if outputs.errors:
+        raise RuntimeError(outputs.errors[0])
+    firsts = [(at[0] - asked) * 1e3 for at, asked in zip(outputs.at, began, strict=True)]
+    long, *short = firsts[args.streams :]
+    return {"short": float(np.median(short)), "short_longest": max(short), "long": long}
 
 
 def main() -> None:
