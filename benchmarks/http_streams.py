@@ -2,13 +2,15 @@
 
   python -m benchmarks.http_streams                          128 chats at once, a token each every 17.6 ms
   python -m benchmarks.http_streams --streams 32 --step-ms 3.9
-  python -m benchmarks.http_streams --step-ms 3 --stream-interval 4      and with so many tokens together
+  python -m benchmarks.http_streams --step-ms 3 --processes 0 1 2            by so many processes of HTTP
+  python -m benchmarks.http_streams --step-ms 3 --stream-interval 1 4        so many tokens together
 
 The engine sleeps where a real one waits for the device, is busy for a while where that one plans its steps (`--busy-ms`),
-and holds the interpreter then, as that one does. "cpu" is the server's time for a token, the engine's left out; "step" the
-time between two steps, "late" its 99th percentile over what was asked. "tokens_an_event": more than asked for where the
-server does not keep up. The clients are a process of their own. The rows are those of uvicorn's HTTP implementations; lines
-after them compare. A CPU suffices.
+and holds the interpreter then, as that one does. A row for each number of processes; of 0 the engine's own speaks HTTP.
+"made_per_s" are the engine's tokens a second, "late_ms" the 99th percentile of the time between two of its steps over what
+was asked; "sent_per_s" the tokens that the clients got. "engine_us" is the processor's time of the engine's process for a
+token, its steps left out, "http_us" that of the others together. "tokens_an_event": more than asked for where the server
+does not keep up. The clients are a process of their own. Lines after the rows compare. A CPU suffices.
 """
 
 import argparse
@@ -16,21 +18,25 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from typing import Any, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from models.testing import tiny_tokenizer
+from serve import wire
 from serve.api import create_app
+from serve.processes import HttpProcesses
 from serve.request import EngineStats, GenerationRequest, OutputCallback, TokenOutput
 from serve.server import bind, make_server
 
-IMPLEMENTATIONS: tuple[Literal["h11", "httptools"], ...] = ("h11", "httptools")
 WARM_UP = 10  # steps that are not counted: prompts are still being read
 
 
@@ -78,44 +84,87 @@ class Paced:
                     self.abort(request.request_id)
 
 
-def serve(args: argparse.Namespace, http: Literal["h11", "httptools"], interval: int = 1) -> dict[str, Any]:
-    """All streams by one implementation of HTTP, so many of their tokens together."""
+class InOneProcess:
+    """What HttpProcesses are, in the engine's process."""
+
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, setup: wire.Setup, engine: Paced, listener: Any) -> None:
+        app = create_app(engine, setup.tokenizer, setup.model_names, **setup.app)
+        self._server, self._listener = make_server(app, log_level=setup.log_level, **setup.server), listener
+
+    def run(self, engine: Paced, on_ready: Callable[[], None]) -> None:
+        gc.collect()
+        gc.freeze()  # as `python -m serve` does
+        on_ready()
+        self._server.run([self._listener])
+
+    def stop_soon(self) -> None:
+        self._server.should_exit = True
+
+
+def processor_seconds(pid: int) -> float:
+    """Of another process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def serve(args: argparse.Namespace, processes: int, interval: int) -> dict[str, Any]:
+    """All streams by so many processes, so many of their tokens together."""
     engine = Paced(args.streams, args.step_ms / 1e3, args.busy_ms / 1e3)
-    server = make_server(
-        create_app(engine, tiny_tokenizer(), ["paced"], stream_interval=interval),
-        host="127.0.0.1",
-        port=0,
+    setup = wire.Setup(
+        facts=wire.Facts.of(engine),
+        tokenizer=tiny_tokenizer(),
+        model_names=("paced",),
+        app={"stream_interval": interval},
+        server={"host": "127.0.0.1", "port": 0, "shutdown_timeout": 1},
         log_level="warning",
     )
-    server.config.http = http
-    sockets = [bind("127.0.0.1", 0)]
-    thread = threading.Thread(target=server.run, args=(sockets,))
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    gc.collect()
-    gc.freeze()  # as `python -m serve` does
-    command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(sockets[0].getsockname()[1])]
+    listener = bind("127.0.0.1", 0)
+    http: HttpProcesses | InOneProcess
+    if processes:
+        http = HttpProcesses(listener, processes)
+        http.set_up(setup)
+        listener.listen()
+    else:
+        http = InOneProcess(setup, engine, listener)
+    row: dict[str, Any] = {"processes": processes, "interval": interval}
+
+    def measure() -> None:
+        try:
+            row.update(measured(args, engine, http.pids, listener.getsockname()[1]))
+        finally:
+            http.stop_soon()
+
+    thread = threading.Thread(target=measure)
+    http.run(engine, thread.start)
+    thread.join()
+    return row
+
+
+def measured(args: argparse.Namespace, engine: Paced, pids: tuple[int, ...], port: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(port)]
     command += ["--streams", str(args.streams), "--tokens", str(args.tokens)]
     tokens = args.streams * args.tokens
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
         while len(engine.starts) <= WARM_UP:
             time.sleep(0.01)
-        before, first = time.process_time(), len(engine.starts)
+        began, first = time.perf_counter(), len(engine.starts)
+        before, others = time.process_time(), sum(map(processor_seconds, pids))
         assert clients.stdout
         events, letters = map(int, clients.stdout.read().split())
-        seconds = time.process_time() - before - engine.busy_seconds
-    server.should_exit = True
-    thread.join()
+        seconds = time.perf_counter() - began
+        spent = time.process_time() - before - engine.busy_seconds
+        others = sum(map(processor_seconds, pids)) - others
     assert letters == tokens, f"{letters} tokens of {tokens} came"  # each is a letter
+    counted = args.streams * (args.tokens - first)
     steps = 1e3 * np.diff(engine.starts[WARM_UP:])
     return {
-        "http": http,
-        "interval": interval,
-        "tokens_per_s": args.streams * 1e3 / float(steps.mean()),
-        "step_ms": float(np.median(steps)),
+        "made_per_s": args.streams * 1e3 / float(steps.mean()),
         "late_ms": float(np.percentile(steps, 99)) - args.step_ms,
-        "cpu_us": seconds / (args.streams * (args.tokens - first)) * 1e6,
+        "sent_per_s": counted / seconds,
+        "engine_us": spent / counted * 1e6,
+        "http_us": others / counted * 1e6,
         # A stream's first event has its role, the last one is [DONE].
         "tokens_an_event": tokens / (events - 2 * args.streams),
     }
@@ -153,28 +202,34 @@ def main() -> None:
     parser.add_argument(
         "--busy-ms", type=float, default=1.0, help="of a step, in which the engine's thread works"
     )
-    parser.add_argument("--stream-interval", type=int, default=1, help="tokens of a stream sent together")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[0, 1], metavar="N", help="of HTTP; 0: none"
+    )
+    parser.add_argument(
+        "--stream-interval",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="tokens of a stream sent together",
+    )
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.stream_interval < 1:
+    if min(args.stream_interval) < 1:
         parser.error("--stream-interval: 1 at least")
     if args.tokens <= WARM_UP:
         parser.error(f"--tokens must be more than the {WARM_UP} steps that are not measured")
     if args.client:
         print(*asyncio.run(ask_all(args.client, args.streams, args.tokens)))
         return
-    ways = [(http, 1) for http in IMPLEMENTATIONS]
-    if args.stream_interval > 1:
-        ways.append((IMPLEMENTATIONS[-1], args.stream_interval))
-    rows = [serve(args, *way) for way in ways]
+    rows = [serve(args, *way) for way in itertools.product(args.processes, args.stream_interval)]
     for row in rows:
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    for before, after in itertools.pairwise(rows):
-        names = [f"{row['http']}, {row['interval']} together" for row in (before, after)]
-        spent = before["cpu_us"] / after["cpu_us"]
-        rate = after["tokens_per_s"] / before["tokens_per_s"]
+    for row in rows[1:]:
+        ratio = {name: row[name] / rows[0][name] for name in ("made_per_s", "sent_per_s", "engine_us")}
         print(
-            f"{' / '.join(names)}: {spent:.2f} of the processor's time; tokens a second the other way {rate:.2f}"
+            f"{row['processes']} processes, {row['interval']} together, over the first row: "
+            + ", ".join(f"{name} {value:.2f}" for name, value in ratio.items())
         )
 
 

@@ -1,6 +1,5 @@
 """`python -m serve`: load a model, compile, and serve it over HTTP."""
 
-import contextlib
 import gc
 import logging
 import os
@@ -8,21 +7,21 @@ import signal
 import socket
 import sys
 import time
-from functools import partial
 from typing import NoReturn
 
 from jax.errors import JaxRuntimeError
 from rich.console import Console
-from rich.logging import RichHandler
 
 from models.conversion_cache import cache_dir
-from serve.api import create_app
+from serve import wire
 from serve.args import ConfigError, ServeConfig
-from serve.build import build
+from serve.build import Built, build
 from serve.engine import Engine
 from serve.flags import parse_args
+from serve.logs import begin_logging
+from serve.processes import HttpProcesses
 from serve.program_store import keep_compiled
-from serve.server import Server, allow_files, bind, make_server, url_of
+from serve.server import allow_files, bind, url_of
 
 OUT_OF_MEMORY = (
     "The model, its KV pool and the sampler's state (for every row, stored ones too) do not fit in memory: write a smaller "
@@ -33,9 +32,21 @@ OUT_OF_MEMORY = (
 log = logging.getLogger("tangram")
 
 
-def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket.socket]:
-    """The running engine, and its server with a socket to run on. Raises ConfigError and OSError, with what to do."""
+def start(config: ServeConfig, console: Console) -> tuple[Engine, HttpProcesses, socket.socket]:
+    """The running engine, what will serve it, and where. Raises ConfigError and OSError, with what to do."""
     listener = bind(config.host, config.port)  # first: loading and compiling take minutes
+    http = HttpProcesses(listener, config.api_server_count)
+    try:
+        engine = start_engine(config, console, http)
+        listener.listen()  # only now; it fails if another server bound the same port and was ready sooner
+    except BaseException:
+        http.close()
+        raise
+    return engine, http, listener
+
+
+def start_engine(config: ServeConfig, console: Console, http: HttpProcesses) -> Engine:
+    """What serves it is set up before all is compiled, for that may fail, too."""
     try:
         cache = cache_dir()
         cache.mkdir(parents=True, exist_ok=True)
@@ -53,20 +64,7 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
     engine = built.engine
     log.info("%s", built.summary)
     try:
-        app = create_app(
-            engine,
-            built.model.tokenizer,
-            config.served_model_names or (built.model.name,),
-            api_keys=config.api_keys,
-            allowed_origins=config.allowed_origins,
-            sampling_defaults=built.sampling_defaults,
-            max_choices=config.max_choices,
-            max_body_bytes=config.max_body_bytes,
-            stream_interval=config.stream_interval,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            on_shutdown=engine.stop,
-        )
+        http.set_up(setup(config, built))
     except ValueError as error:  # what the model's tokenizer lacks
         raise ConfigError(error) from error
     with console.status("Compiling") as status:
@@ -82,27 +80,32 @@ def start(config: ServeConfig, console: Console) -> tuple[Engine, Server, socket
     # All that is there now stays: a collection that looks at it again holds up every stream for a fifth of a second.
     gc.collect()
     gc.freeze()
-    server = make_server(
-        app,
-        host=config.host,
-        port=config.port,
+    return engine
+
+
+def setup(config: ServeConfig, built: Built) -> wire.Setup:
+    """What the processes of HTTP need to know."""
+    return wire.Setup(
+        facts=wire.Facts.of(built.engine),
+        tokenizer=built.model.tokenizer,
+        model_names=config.served_model_names or (built.model.name,),
+        app={
+            "api_keys": config.api_keys,
+            "allowed_origins": config.allowed_origins,
+            "sampling_defaults": built.sampling_defaults,
+            "max_choices": config.max_choices,
+            "max_body_bytes": config.max_body_bytes,
+            "stream_interval": config.stream_interval,
+            "tool_call_parser": config.tool_call_parser,
+            "reasoning_parser": config.reasoning_parser,
+        },
+        server={
+            "host": config.host,
+            "port": config.port,
+            "shutdown_timeout": config.shutdown_timeout,
+        },
         log_level=config.log_level,
-        shutdown_timeout=config.shutdown_timeout,
     )
-    engine.on_failure = partial(setattr, server, "should_exit", True)
-    if engine.failed:  # before there was a server to tell
-        server.should_exit = True
-    listener.listen()  # only now; it fails if another server bound the same port and was ready sooner
-    return engine, server, listener
-
-
-def log_handler(console: Console) -> logging.Handler:
-    """For a terminal as wide as that is; for a file or a pipe each message on one line."""
-    if console.is_terminal:
-        return RichHandler(console=console, show_path=False)
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    return handler
 
 
 def main() -> int:
@@ -113,16 +116,10 @@ def main() -> int:
     began = time.perf_counter()
     config = parse_args()
     console = Console(stderr=True)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(message)s",
-        handlers=[log_handler(console)],
-    )
-    for noisy in ("jax", "absl", "orbax", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    begin_logging(console, config.log_level)
     allow_files()
     try:
-        engine, server, listener = start(config, console)
+        engine, http, listener = start(config, console)
     except KeyboardInterrupt:
         return 130
     except (ConfigError, OSError, JaxRuntimeError) as error:
@@ -135,12 +132,16 @@ def main() -> int:
             f"Cannot serve: {fault}", style="bold red", markup=False, highlight=False, soft_wrap=True
         )
         return 2
-    # Both are raised again by uvicorn once it has shut down; what comes before it listens for them counts as well.
-    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    with contextlib.suppress(KeyboardInterrupt):
+
+    def ready() -> None:
+        engine.on_failure = http.stop_soon
+        if engine.failed:  # before there was anyone to tell
+            http.stop()
         log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))
-        server.run(sockets=[listener])
-    return int(engine.failed)
+
+    http.run(engine, ready)
+    engine.stop()
+    return int(engine.failed or http.failed)
 
 
 def leave(status: int) -> NoReturn:

@@ -28,7 +28,7 @@ from serve.chat import create_chat_completion
 from serve.completions import create_completion
 from serve.errors import ANTHROPIC, APIError, bad_request, install_error_handlers, unavailable
 from serve.generation import Serving, TokenNames
-from serve.grammar_cache import GrammarCache
+from serve.grammar_cache import GrammarCache, Grammars
 from serve.metrics import CONTENT_TYPE, Metrics
 from serve.prompts import chat_text, check_length, check_token_ids
 from serve.protocol import (
@@ -38,7 +38,7 @@ from serve.protocol import (
     TokenizeChatRequest,
     TokenizePromptRequest,
 )
-from serve.request import EngineProtocol
+from serve.request import EngineProtocol, EngineStats
 from serve.responses import count_input_tokens, create_response
 from serve.responses_request import ResponsesRequest
 from serve.text import TextTokenizer
@@ -67,6 +67,8 @@ def create_app(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     on_shutdown: Callable[[], None] | None = None,
+    grammars: Grammars | None = None,
+    engine_pid: int | None = None,
 ) -> FastAPI:
     """The application for one engine.
 
@@ -84,6 +86,8 @@ def create_app(
       tool_call_parser: how the model writes calls of tools, one of `serve.tool_formats.PARSERS`.
       reasoning_parser: whether it writes thoughts, one of `serve.thought_prompt.PARSERS`.
       on_shutdown: called once when the server stops, when no request is left in the engine.
+      grammars: where they are compiled; None: in this process.
+      engine_pid: of the engine's process, which /metrics tells of; None: this one.
     """
     if not served_model_names:
         raise ValueError("served_model_names is empty: give at least one name")
@@ -98,10 +102,10 @@ def create_app(
         max_choices=max_choices,
         max_body_bytes=max_body_bytes,
         stream_interval=stream_interval,
-        metrics=Metrics(engine, served_model_names[0]),
+        metrics=Metrics(engine, served_model_names[0], engine_pid),
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
-        grammars=GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
+        grammars=grammars or GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
         tools=tools,
         thoughts=ThoughtSupport.of(tokenizer, reasoning_parser, harmony=tools.harmony),
     )
@@ -349,7 +353,10 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(serving.metrics.expose(), media_type=CONTENT_TYPE)
+        stats = serving.engine.stats()
+        if not isinstance(stats, EngineStats):
+            stats = await stats
+        return Response(serving.metrics.expose(stats), media_type=CONTENT_TYPE)
 
     page = _PAGE.read_text(encoding="utf-8")
 

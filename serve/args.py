@@ -84,6 +84,7 @@ class ServeConfig:
     reasoning_parser: str = "auto"  # how it writes thoughts
     max_body_bytes: int = 8 * 2**20
     stream_interval: int = 1  # tokens of a stream that are sent together
+    api_server_count: int = 1  # processes that speak HTTP, beside the engine's
     shutdown_timeout: int = 15  # seconds
     log_level: str = "info"
 
@@ -112,6 +113,7 @@ class ServeConfig:
             ("--max-choices", self.max_choices, 1, 65536),
             ("--max-body-bytes", self.max_body_bytes, 1024, 2**31 - 1),
             ("--stream-interval", self.stream_interval, 1, 1024),
+            ("--api-server-count", self.api_server_count, 1, 64),
             ("--shutdown-timeout", self.shutdown_timeout, 0, 86400),
         )
         faults = [

@@ -43,6 +43,13 @@ class APIError(Exception):
         self.code = code if code is not None else _CODES.get(status)
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            type(self),
+            (self.status, self.message),
+            self.__dict__,
+        )  # exceptions are pickled without keywords
+
     def body(self) -> dict[str, Any]:
         """The JSON object that OpenAI's clients parse."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

@@ -240,6 +240,12 @@ def make_parser() -> argparse.ArgumentParser:
         "the less smooth a stream (default 1)",
     )
     http.add_argument(
+        "--api-server-count",
+        type=int,
+        metavar="N",
+        help="processes that speak HTTP beside the engine's, each for 20,000 events a second or so (default 1)",
+    )
+    http.add_argument(
         "--shutdown-timeout", type=int, metavar="S", help="seconds for running responses (default 15)"
     )
     http.add_argument(

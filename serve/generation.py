@@ -15,7 +15,7 @@ from starlette.responses import Response
 from serve.choice import Choice, Delta
 from serve.errors import APIError, unavailable
 from serve.grammar import Grammar
-from serve.grammar_cache import GrammarCache
+from serve.grammar_cache import Grammars
 from serve.metrics import Metrics, RequestTimer
 from serve.prompts import Prompt
 from serve.protocol import ChatRequest, CompletionRequest, SamplingRequest
@@ -71,7 +71,7 @@ class Serving:
     metrics: Metrics
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
-    grammars: GrammarCache
+    grammars: Grammars
     tools: ToolSupport
     thoughts: ThoughtSupport
     hub: OutputHub = field(default_factory=OutputHub)
@@ -218,12 +218,16 @@ class Generation:
         plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         """Hand the prompts to the engine; raises APIError."""
-        self._submission.submit()
+        self._draining.generations.add(self)
+        try:
+            await self._submission.submit()
+        except BaseException:
+            self.close()
+            raise
         if self._grammar:
             self._metrics.count_grammar(self._grammar.kind)
-        self._draining.generations.add(self)
 
     def interrupt(self) -> None:
         """End it with an error that says that the server stops."""
@@ -320,7 +324,7 @@ async def respond_with(
     stream: bool,
 ) -> Response:
     """Generate one choice and answer with its events, or with the object that `whole` makes of it."""
-    generation.submit()
+    await generation.submit()
     if stream:
         return EventStream(events(), generation.close, headers)
     (delta,) = await generation.complete(http_request)
@@ -342,7 +346,7 @@ async def respond(
     generation = Generation(serving, request, prompts, params, request_id, timer)
     head = {"id": request_id, "created": int(time.time()), "model": model}
     headers = {"x-request-id": request_id}
-    generation.submit()
+    await generation.submit()
     if request.stream:
         events = _events(generation, request, form, head | {"object": form.chunk_object_name})
         return EventStream(events, generation.close, headers)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from serve.errors import unavailable
 from serve.grammar import Grammar, GrammarError, Stop, Vocabulary
@@ -23,6 +23,16 @@ REFUSED_SECONDS = 60.0  # after which a refused grammar is tried again: it may h
 log = logging.getLogger("tangram.grammar")
 
 type _Key = tuple[str, str, str]
+
+
+class Grammars(Protocol):
+    """Where requests get their grammars."""
+
+    async def get(self, spec: GrammarSpec) -> Grammar:
+        """The compiled grammar. Raises APIError: 400 with what is wrong, 503 when too many others are being compiled."""
+
+    def close(self) -> None:
+        """Nothing more is compiled."""
 
 
 class _Refusal(NamedTuple):
@@ -62,10 +72,9 @@ class GrammarCache:
         self._executor.submit(self._known)  # what is wrong with it, the first grammar says
 
     async def get(self, spec: GrammarSpec) -> Grammar:
-        """The compiled grammar. Requests that come together with the same one wait for one compilation.
+        """See Grammars. Requests that come together with the same one wait for one compilation.
 
-        It ends when the last of them is cancelled. Raises APIError: 400 with what is wrong, 503 when too many others are
-        being compiled.
+        It ends when the last of them is cancelled.
         """
         key = spec.kind, spec.text, spec.thoughts
         job = self._jobs.get(key)
@@ -129,5 +138,5 @@ class GrammarCache:
         return _Refusal(fault, time.monotonic() + REFUSED_SECONDS)
 
     def close(self) -> None:
-        """Nothing more is compiled."""
+        """See Grammars."""
         self._executor.shutdown(wait=False, cancel_futures=True)

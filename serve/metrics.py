@@ -4,16 +4,19 @@ Counters and gauges of the engine are read from `EngineStats` at each scrape; la
 are what the client sees.
 """
 
+import os
 import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from serve.request import DriftStats, EngineProtocol
+from serve.request import DriftStats, EngineProtocol, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
 # Name without prefix, field of EngineStats, help.
 _GAUGES = (
@@ -83,17 +86,18 @@ _TOKENS = tuple(float(2**i) for i in range(0, 21, 2))
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's numbers at each scrape."""
+    """The engine's numbers as they were asked for last."""
 
     def __init__(self, engine: EngineProtocol, model_name: str) -> None:
         self._engine = engine
         self._model_name = model_name
+        self.stats = EngineStats()
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering does not scrape an engine that still starts
+        return []  # so that registering does not collect
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        stats = self.stats
         for name, attribute, help_text in _GAUGES:
             value = getattr(stats, attribute)
             if value is not None:
@@ -135,11 +139,14 @@ class _EngineCollector(Collector):
 class Metrics:
     """A registry of its own for each app, so that several can live in one process."""
 
-    def __init__(self, engine: EngineProtocol, model_name: str) -> None:
+    def __init__(self, engine: EngineProtocol, model_name: str, pid: int | None = None) -> None:
+        """`pid`: of the engine's process, if it is another one."""
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        ProcessCollector(registry=self.registry)
-        self.registry.register(_EngineCollector(engine, model_name))
+        self._engine = _EngineCollector(engine, model_name)
+        self._others = CollectorRegistry()  # of which each process knows all
+        ProcessCollector(pid=lambda: pid or os.getpid(), registry=self._others)
+        self._others.register(self._engine)
 
         def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(
@@ -184,9 +191,16 @@ class Metrics:
         """`route` must be the route's pattern, not the path: paths are unbounded."""
         self._responses.labels(route, str(status)).inc()
 
-    def expose(self) -> bytes:
-        """The text of /metrics."""
-        return generate_latest(self.registry)
+    def expose(self, stats: EngineStats) -> bytes:
+        """The text of /metrics; `stats`: of the engine."""
+        self._engine.stats = stats
+        registry = self.registry
+        if (
+            MULTIPROCESS in os.environ
+        ):  # where all processes of a server write their counts, and the library finds them
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        return generate_latest(self._others) + generate_latest(registry)
 
 
 class RequestTimer:

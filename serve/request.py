@@ -4,7 +4,7 @@ The engine sees token ids alone. Text (detokenisation, stop strings, echo) belon
 calls `EngineProtocol.abort(request_id, choice)` when a stop string of a choice is found.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -145,7 +145,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineProtocol(Protocol):
-    """What the HTTP layer needs of an engine. All methods are thread-safe and return at once."""
+    """What the HTTP layer needs of an engine, here or in another process. All methods are thread-safe and return at once."""
 
     @property
     def max_model_len(self) -> int:
@@ -163,14 +163,15 @@ class EngineProtocol(Protocol):
     def ready(self) -> bool:
         """Warm-up is done and the engine thread is alive."""
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> Awaitable[None] | None:
         """Queue a request; `on_output` is then called from the engine's thread, in order within a choice.
 
-        Raises RequestRejected or EngineUnavailable; then `on_output` is never called.
+        Raises RequestRejected or EngineUnavailable; then `on_output` is never called. An engine elsewhere gives something to
+        await, which raises them.
         """
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Stop a choice, or all choices; what they hold may be kept for the next turn. Others' ids are ignored."""
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> Awaitable[EngineStats] | EngineStats:
         """Counters and gauges as of now."""

@@ -41,21 +41,21 @@ def named_sse(payload: dict[str, Any]) -> bytes:
 
 
 class OutputHub:
-    """Hands outputs of the engine's thread to mailboxes of the event loop, with one wake-up for many outputs.
+    """Hands outputs of the engine's thread to the event loop, with one wake-up for many outputs.
 
     An engine step makes one output a running request; waking the loop (a system call) once for all of them keeps
     the engine's thread fast.
     """
 
     def __init__(self) -> None:
-        self._outputs: collections.deque[tuple[Mailbox, Arrival]] = collections.deque()
+        self._outputs: collections.deque[tuple[Callable[[Any], None], Any]] = collections.deque()
         self._scheduled = False
 
-    def post(self, loop: asyncio.AbstractEventLoop, mailbox: "Mailbox", arrival: "Arrival") -> None:
-        """Called from any thread."""
+    def post[T](self, loop: asyncio.AbstractEventLoop, put: Callable[[T], None], output: T) -> None:
+        """`put` gets the output on the loop. Called from any thread."""
         # Append first, then look at the flag; `_drain` clears the flag first, then looks at the outputs: so an
         # output is never left behind. A needless second wake-up does no harm.
-        self._outputs.append((mailbox, arrival))
+        self._outputs.append((put, output))
         if not self._scheduled:
             self._scheduled = True
             # A closed loop: the server is gone, and the engine's thread must not die of it.
@@ -65,8 +65,8 @@ class OutputHub:
     def _drain(self) -> None:
         self._scheduled = False
         while self._outputs:
-            mailbox, arrival = self._outputs.popleft()
-            mailbox.put(arrival)
+            put, output = self._outputs.popleft()
+            put(output)
 
 
 Arrival = tuple[float, int, TokenOutput]  # time.monotonic(), index of the prompt, output
@@ -114,19 +114,21 @@ class Submission:
         self._came: list[Arrival] = []  # and was not returned yet
         self._running = {(p, c) for p, request in enumerate(requests) for c in range(request.n)}
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         """Queue all prompts, or none; raises APIError."""
         loop = asyncio.get_running_loop()
         for p, request in enumerate(self._requests):
+            self._submitted.append(request)  # whoever is cancelled meanwhile ends it, too
             try:
-                self._engine.submit(request, self._receiver(p, loop))
-            except RequestRejected as error:
+                answer = self._engine.submit(request, self._receiver(p, loop))
+                if answer is not None:
+                    await answer
+            except (RequestRejected, EngineUnavailable) as error:
+                self._submitted.pop()
                 self.close()
-                raise bad_request(str(error), error.field, "request_rejected") from None
-            except EngineUnavailable as error:
-                self.close()
+                if isinstance(error, RequestRejected):
+                    raise bad_request(str(error), error.field, "request_rejected") from None
                 raise unavailable(str(error)) from None
-            self._submitted.append(request)
 
     def _receiver(self, p: int, loop: asyncio.AbstractEventLoop) -> OutputCallback:
         """Takes outputs of prompt `p` to the event loop: a choice's first one at once, the others `interval` together."""
@@ -138,7 +140,7 @@ class Submission:
             waiting.append((time.monotonic(), p, output))
             if first or output.finish_reason or len(waiting) >= self._interval:
                 for arrival in waiting:
-                    self._hub.post(loop, self._mailbox, arrival)
+                    self._hub.post(loop, self._mailbox.put, arrival)
                 waiting.clear()
 
         return on_output

@@ -70,7 +70,10 @@ def watched_engine(monitor):
     engine = WatchedEngine(Device(make_plan(), limits, 2000), limits, monitor, num_pages=1000)
     engine.start()
     try:
-        yield TinyEngine(engine, engine._runner), lambda: Metrics(engine, "tiny").expose().decode()
+        yield (
+            TinyEngine(engine, engine._runner),
+            lambda: Metrics(engine, "tiny").expose(engine.stats()).decode(),
+        )
     finally:
         engine.stop()
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from serve.__main__ import log_handler
 from serve.args import ConfigError
+from serve.logs import log_handler
 from serve.server import bind
 
 # The real program around the scripted engine: nothing is loaded or compiled.
@@ -51,9 +51,11 @@ MAIN = "program.leave(program.main())"
 
 
 @contextlib.contextmanager
-def program(host: str = "127.0.0.1", changes: str = "") -> Iterator[tuple[subprocess.Popen, str]]:
+def program(
+    host: str = "127.0.0.1", changes: str = "", *flags: str
+) -> Iterator[tuple[subprocess.Popen, str]]:
     """The running program and its address, as it says it once it is ready."""
-    command = [sys.executable, "-c", PROGRAM + changes + MAIN, "--host", host, "--port", "0"]
+    command = [sys.executable, "-c", PROGRAM + changes + MAIN, "--host", host, "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -107,11 +109,11 @@ def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(
 def test_a_signal_that_comes_as_soon_as_it_is_ready_is_not_lost() -> None:
     early = """
 import signal
-run = program.Server.run
-def signalled(self, **given):
+url_of = program.url_of
+def signalled(listener):  # it is about to say where it serves
     signal.raise_signal(signal.SIGTERM)
-    run(self, **given)
-program.Server.run = signalled
+    return url_of(listener)
+program.url_of = signalled
 """
     status, errors = ended(early)
     assert status == 0

@@ -111,10 +111,11 @@ def test_arrivals_keep_their_times():
     """Metrics tell of each token when it came from the engine."""
     posted, counts, clock = [], [], itertools.count()
     engine, hub = mock.Mock(), mock.Mock(post=lambda _, __, arrival: posted.append(arrival[0]))
+    engine.submit.return_value = None
     request = GenerationRequest(request_id="", prompt_ids=[1], sampling=SamplingParams(max_tokens=9))
 
     async def run() -> None:
-        Submission(engine, hub, [request], "", 3).submit()
+        await Submission(engine, hub, [request], "", 3).submit()
         receive = engine.submit.call_args.args[1]
         with mock.patch("serve.stream.time", mock.Mock(monotonic=lambda: next(clock))):
             for n in range(6):

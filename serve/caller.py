@@ -1,0 +1,112 @@
+"""A process of HTTP as the engine's process sees it: what it asks for, and what it is told."""
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from serve import wire
+from serve.errors import APIError
+from serve.grammar_cache import Grammars
+from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, RequestRejected, TokenOutput
+from serve.stream import OutputHub
+from serve.structured import GrammarSpec
+
+log = logging.getLogger("tangram.server")
+
+
+class Caller:
+    """One connection. Used on the event loop, except that the engine's thread hands over outputs."""
+
+    _writer: asyncio.StreamWriter
+
+    def __init__(self, engine: EngineProtocol, grammars: Grammars, hub: OutputHub) -> None:
+        self._engine, self._grammars, self._hub = engine, grammars, hub
+        self._loop = asyncio.get_running_loop()
+        self._running = wire.Running()
+        self._answering: dict[int, asyncio.Task[None]] = {}  # calls
+        self._held: list[tuple[str, TokenOutput]] = []  # that came since the last message
+
+    async def serve(self, end: socket.socket) -> None:
+        """Do what it asks for, until it is gone; what it has left running is aborted then."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=end)
+        try:
+            while True:
+                self._hear(await wire.read(reader))
+        except EOFError:
+            pass
+        finally:
+            self._writer.close()
+            for task in self._answering.values():
+                task.cancel()
+            for request_id in self._running:
+                self._engine.abort(request_id)
+
+    def _hear(self, message: object) -> None:
+        match message:
+            case wire.Submit(call, request, spec):
+                self._answer(call, partial(self._submit, request, spec))
+            case wire.Compile(call, spec):
+                self._answer(call, partial(self._compile, spec))
+            case wire.AskStats(call):
+                self._answer(call, self._stats)
+            case wire.Forget(call) if call in self._answering:
+                self._answering[call].cancel()
+            case wire.Abort(request_id, choice):
+                self._running.end(request_id, choice)
+                self._engine.abort(request_id, choice)
+
+    def _answer(self, call: int, doing: Callable[[], Awaitable[object]]) -> None:
+        async def answer() -> None:
+            try:
+                self._say(wire.Answer(call, await doing()))
+            except (RequestRejected, EngineUnavailable, APIError) as error:
+                self._say(wire.Answer(call, error=error))
+            except Exception as error:  # it may hold anything
+                log.exception("A call of the HTTP process failed")
+                self._say(wire.Answer(call, error=RuntimeError(f"{type(error).__name__}: {error}")))
+
+        task = self._answering[call] = self._loop.create_task(answer())
+        task.add_done_callback(lambda _: self._answering.pop(call))
+
+    def _say(self, message: object) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(wire.pack(message))
+
+    async def _submit(self, request: GenerationRequest, spec: GrammarSpec | None) -> None:
+        if spec:  # compiled already, unless many others were since
+            grammar = await self._grammars.get(spec)
+            sampling = dataclasses.replace(request.sampling, grammar=grammar)
+            request = dataclasses.replace(request, sampling=sampling)
+        self._running.begin(request.request_id, request.n)
+        try:
+            answer = self._engine.submit(request, partial(self._post, request.request_id))
+            if answer is not None:
+                await answer
+        except Exception:
+            self._running.end(request.request_id, None)
+            raise
+
+    async def _compile(self, spec: GrammarSpec) -> None:
+        await self._grammars.get(spec)
+
+    async def _stats(self) -> object:
+        return self._engine.stats()
+
+    def _post(self, request_id: str, output: TokenOutput) -> None:
+        """On the engine's thread."""
+        self._hub.post(self._loop, self._put, (request_id, output))
+
+    def _put(self, output: tuple[str, TokenOutput]) -> None:
+        if not self._held:
+            self._loop.call_soon(self._send)  # once the hub is empty
+        self._held.append(output)
+
+    def _send(self) -> None:
+        held, self._held = self._held, []
+        for request_id, output in held:
+            if output.finish_reason:
+                self._running.end(request_id, output.choice)
+        self._say(wire.Tokens([wire.shortened(*output) for output in held]))

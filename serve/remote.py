@@ -1,0 +1,145 @@
+"""The engine as a process of HTTP sees it: in another process, over a socket."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import NoReturn
+
+from serve import wire
+from serve.grammar import Grammar
+from serve.request import EngineStats, EngineUnavailable, GenerationRequest, OutputCallback, TokenOutput
+from serve.structured import GrammarSpec
+
+log = logging.getLogger("tangram.server")
+
+
+class RemoteGrammar(Grammar):
+    """Known to be good; the engine's process has it, and follows it."""
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        self.spec, self.kind = spec, spec.kind
+
+    def start(self, *, ignore_end: bool = False) -> NoReturn:
+        raise NotImplementedError("it is followed in the engine's process")
+
+
+class RemoteEngine:
+    """An engine of `EngineProtocol`, and `Grammars` for its requests. Used on one event loop alone."""
+
+    ready = True
+
+    def __init__(self, facts: wire.Facts) -> None:
+        self.max_model_len, self.vocab_size, self.eos_token_ids = facts
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._receivers: dict[str, OutputCallback] = {}
+        self._running = wire.Running()
+
+    @contextlib.asynccontextmanager
+    async def connected(self, end: socket.socket, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+        """Within it the engine is there; `on_gone` is called when its process is no more."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=end)
+        self._listening = asyncio.create_task(self._listen(reader, on_gone))
+        try:
+            yield
+        finally:
+            self._listening.cancel()
+            self._writer.close()
+
+    # Engine
+
+    async def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+        """See EngineProtocol."""
+        grammar = request.sampling.grammar
+        spec = grammar.spec if isinstance(grammar, RemoteGrammar) else None
+        self._receivers[request.request_id] = on_output
+        self._running.begin(request.request_id, request.n)
+        try:
+            await self._call(lambda call: wire.Submit(call, request, spec))
+        except Exception:
+            self._end(request.request_id, None)
+            raise
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """See EngineProtocol."""
+        self._end(request_id, choice)
+        self._say(wire.Abort(request_id, choice))
+
+    async def stats(self) -> EngineStats:
+        """See EngineProtocol."""
+        stats = await self._call(wire.AskStats)
+        assert isinstance(stats, EngineStats)
+        return stats
+
+    # Grammars
+
+    async def get(self, spec: GrammarSpec) -> Grammar:
+        """See Grammars."""
+        await self._call(lambda call: wire.Compile(call, spec))
+        return RemoteGrammar(spec)
+
+    def close(self) -> None:
+        """See Grammars: there the engine's process looks after them."""
+
+    # Messages
+
+    def _say(self, message: object) -> None:
+        self._writer.write(wire.pack(message))
+
+    async def _call(self, make: Callable[[int], object]) -> object:
+        """The answer to what `make` makes of a number. Raises what the engine's process raises."""
+        if self._listening.done():
+            raise EngineUnavailable("the engine's process has ended")
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._say(make(number))
+            return await answer
+        except asyncio.CancelledError:
+            self._say(wire.Forget(number))
+            raise
+        finally:
+            del self._calls[number]
+
+    async def _listen(self, reader: asyncio.StreamReader, on_gone: Callable[[], None]) -> None:
+        try:
+            while True:
+                self._hear(await wire.read(reader))
+        except EOFError:
+            self.ready = False
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_exception(EngineUnavailable("the engine's process has ended"))
+            on_gone()
+
+    def _hear(self, message: object) -> None:
+        match message:
+            case wire.Tokens(outputs):
+                for output in outputs:
+                    self._receive(*wire.whole(output))
+            case wire.Answer(call, value, error):
+                answer = self._calls.get(call)
+                if answer is None or answer.done():
+                    return
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(error)
+
+    def _receive(self, request_id: str, output: TokenOutput) -> None:
+        on_output = self._receivers.get(request_id)
+        if on_output is None:  # it was aborted
+            return
+        if output.finish_reason:
+            self._end(request_id, output.choice)
+        try:
+            on_output(output)
+        except Exception:  # must not stop the others
+            log.exception("The receiver of request %s failed", request_id)
+
+    def _end(self, request_id: str, choice: int | None) -> None:
+        if self._running.end(request_id, choice):
+            del self._receivers[request_id]

@@ -1,0 +1,163 @@
+"""`python -m serve` and its processes of HTTP: what becomes of the others when one of them ends."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from types import MappingProxyType
+
+import httpx
+import pytest
+
+from tests.serve.http_server import wait_until
+from tests.serve.test_main import ended, program
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
+
+SLOWLY = "built.engine.script = Script([10], cycle=True, delay=0.02)\n"
+REPLACED_AT_ONCE = "import serve.processes\nserve.processes._FAST_SECONDS = 0\n"
+LONG = MappingProxyType({"prompt": "hi", "max_tokens": 400, "stream": True})
+
+
+def children(pid: int) -> set[int]:
+    """Processes whose parent that is, but for those that have ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def counted(address: str) -> float:
+    """Completions that all processes have answered, as any of them says."""
+    lines = httpx.get(f"{address}/metrics", trust_env=False).text.splitlines()
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("tangram:http_responses_total") and "/v1/completions" in line
+    )
+
+
+def test_several_share_the_requests_and_their_counts_and_one_that_ends_is_replaced() -> None:
+    with program("127.0.0.1", REPLACED_AT_ONCE, "--api-server-count", "2") as (process, address):
+        before = children(process.pid)
+        assert len(before) == 2
+
+        def ask(times: int) -> None:
+            for _ in range(times):  # each by a connection of its own
+                answer = httpx.post(f"{address}/v1/completions", json={"prompt": "hi"}, trust_env=False)
+                assert answer.status_code == 200
+
+        ask(20)
+        assert counted(address) == 20
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(children(process.pid) - before) == 1, 10)
+        ask(20)
+        assert counted(address) == 40
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert f"The HTTP process {victim} has ended with status -9: another takes its place" in errors
+
+
+def test_a_stream_in_another_process_goes_on_and_ends_with_an_error_at_the_end() -> None:
+    changes = REPLACED_AT_ONCE + SLOWLY
+    flags = "--api-server-count", "2", "--shutdown-timeout", "0"
+    with program("127.0.0.1", changes, *flags) as (process, address):
+        url = f"{address}/v1/completions"
+        with httpx.stream("POST", url, json=dict(LONG), trust_env=False) as stream:
+            lines = filter(None, stream.iter_lines())
+            next(lines)
+            first = serving_of(address, children(process.pid))
+            (other,) = children(process.pid) - {first}
+            os.kill(other, signal.SIGKILL)
+            wait_until(lambda: not lives(other))
+            for _ in range(20):
+                next(lines)
+            process.send_signal(signal.SIGINT)
+            *_, error, done = lines
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert done == "data: [DONE]"
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def serving_of(address: str, pids: set[int]) -> int:
+    """The process that has a connection to this one."""
+    port = f":{httpx.URL(address).port:04X}"
+    inodes = {
+        fields[9]
+        for fields in map(str.split, Path("/proc/self/net/tcp").read_text().splitlines()[1:])
+        if fields[1].endswith(port) and fields[3] == "01"  # established
+    }
+    found = Counter(
+        pid
+        for pid in pids
+        for fd in Path(f"/proc/{pid}/fd").iterdir()
+        if fd.readlink().name.removeprefix("socket:[").removesuffix("]") in inodes
+    )
+    ((pid, _),) = found.most_common(1)
+    return pid
+
+
+def test_they_end_with_the_engines_process() -> None:
+    with program() as (process, _):
+        (child,) = children(process.pid)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not lives(child))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seconds"),
+    [((signal.SIGINT, signal.SIGINT), 15), pytest.param((signal.SIGTERM,), 0, marks=pytest.mark.slow)],
+)
+def test_a_second_ctrl_c_does_not_wait_for_streams(numbers: tuple[signal.Signals, ...], seconds: int) -> None:
+    with program("127.0.0.1", SLOWLY, "--shutdown-timeout", str(seconds)) as (process, address):
+        url = f"{address}/v1/completions"
+        with httpx.stream("POST", url, json=dict(LONG), trust_env=False) as stream:
+            next(stream.iter_lines())
+            began = time.monotonic()
+            for number in numbers:
+                process.send_signal(number)
+                time.sleep(0.3)
+            _, errors = process.communicate(timeout=30)
+    assert time.monotonic() < began + 8
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_one_that_ends_as_soon_as_it_begins_ends_the_server() -> None:
+    """Another would do no better."""
+    die = """
+import os, signal
+set_up = program.HttpProcesses.set_up
+def doomed(self, setup):
+    set_up(self, setup)
+    os.kill(self.pids[0], signal.SIGKILL)
+program.HttpProcesses.set_up = doomed
+"""
+    status, errors = ended(die)
+    assert status == 1
+    assert "ended as soon as it began: the server stops" in errors
+    assert "Traceback" not in errors
+
+
+def test_one_that_cannot_begin_is_a_fault_that_is_told() -> None:
+    status, errors = ended("import serve.processes\nserve.processes.MODULE = 'no.such.module'\n")
+    assert status == 2
+    assert "Cannot serve: the process that is to speak HTTP has ended with status 1" in errors

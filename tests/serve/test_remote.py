@@ -1,0 +1,275 @@
+"""An engine in another process, as HTTP's sees it: here both sides of the socket are on one event loop."""
+
+import asyncio
+import contextlib
+import json
+import pickle
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from serve import wire
+from serve.caller import Caller
+from serve.errors import APIError, too_long
+from serve.grammar_cache import GrammarCache
+from serve.remote import RemoteEngine
+from serve.request import (
+    EngineStats,
+    EngineUnavailable,
+    GenerationRequest,
+    PromptLogprob,
+    RequestRejected,
+    SamplingParams,
+    TokenOutput,
+)
+from serve.stream import OutputHub
+from serve.structured import GrammarSpec
+from tests.serve.fake_engine import FakeEngine, Script
+from tests.serve.http_server import TOKENIZER, ids
+
+CHOICES = GrammarSpec("choice", json.dumps(["yes", "no"]), "structured_outputs")
+
+
+@dataclass
+class Pair:
+    """Both ends, and the engine behind them."""
+
+    engine: FakeEngine
+    remote: RemoteEngine
+    end: socket.socket  # of the engine's process
+    gone: list[bool]
+
+    async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
+        """All outputs of all choices."""
+        outputs: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        await self.remote.submit(request, outputs.put_nowait)
+        came: list[TokenOutput] = []
+        while sum(output.finish_reason is not None for output in came) < request.n:
+            came.append(await outputs.get())
+        return came
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def pair(script: Script) -> AsyncIterator[Pair]:
+    ours, theirs = socket.socketpair()
+    engine = FakeEngine(script)
+    grammars = GrammarCache(TOKENIZER, engine.vocab_size, engine.eos_token_ids)
+    serving = asyncio.create_task(Caller(engine, grammars, OutputHub()).serve(ours))
+    gone: list[bool] = []
+    remote = RemoteEngine(wire.Facts.of(engine))
+    try:
+        async with remote.connected(theirs, lambda: gone.append(True)):
+            yield Pair(engine, remote, ours, gone)
+        await asyncio.wait_for(serving, 10)  # it hears that nobody is there
+        assert engine.live == 0 and not remote._receivers
+    finally:
+        grammars.close()
+        await asyncio.to_thread(engine.close)
+
+
+def with_pair(test: Callable[[Pair], Awaitable[None]], script: Script | None = None) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), pair(script or Script(ids("hello"), cached_tokens=3)) as both:
+            await test(both)
+
+    asyncio.run(run())
+
+
+def request(name: str = "a", n: int = 1, **sampling: Any) -> GenerationRequest:
+    params = SamplingParams(max_tokens=40, **sampling)
+    return GenerationRequest(request_id=name, prompt_ids=ids("hi"), sampling=params, n=n)
+
+
+def test_outputs_are_those_of_the_engine() -> None:
+    async def test(both: Pair) -> None:
+        asked = request(n=2, logit_bias={5: 1.0})
+        came = await both.generate(asked)
+        assert both.engine.requests == [asked]
+        for choice in range(2):
+            ours = [output for output in came if output.choice == choice]
+            assert [output.token_id for output in ours] == ids("hello")
+            assert [output.finish_reason for output in ours] == [None] * 4 + ["length"]
+        assert came[0].cached_tokens == 3
+
+    with_pair(test)
+
+
+def test_what_an_output_holds_arrives() -> None:
+    plain = TokenOutput(choice=1, token_id=7)
+    assert wire.shortened("a", plain) == ("a", 1, 7)
+    several = [
+        plain,
+        TokenOutput(token_id=0),
+        TokenOutput(token_id=7, logprob=-0.0, top_logprobs=[]),
+        TokenOutput(token_id=7, cached_tokens=2, prompt_logprobs=[None, PromptLogprob(-1.0, [(3, -1.0)])]),
+        TokenOutput(token_id=7, prompt_logprobs=[]),
+        TokenOutput(token_id=7, finish_reason="stop"),
+        TokenOutput(finish_reason="error", error="it failed", bad_grammar=True),
+    ]
+    for output in several:
+        assert wire.whole(pickle.loads(pickle.dumps(wire.shortened("a", output)))) == ("a", output)
+
+
+def test_its_facts_and_numbers() -> None:
+    async def test(both: Pair) -> None:
+        facts = both.remote.max_model_len, both.remote.vocab_size, both.remote.eos_token_ids
+        assert facts == (512, 264, (0, 2)) and both.remote.ready
+        stats = await both.remote.stats()
+        assert isinstance(stats, EngineStats) and stats == both.engine.stats()
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("error", [RequestRejected("too many", "n"), EngineUnavailable("queue full")])
+def test_refusals_arrive_as_they_are(error: Exception) -> None:
+    async def test(both: Pair) -> None:
+        both.engine.reject = error
+        with pytest.raises(type(error), match=str(error)) as refused:
+            await both.remote.submit(request(), lambda _: None)
+        assert vars(refused.value) == vars(error)
+        assert not both.remote._receivers
+
+    with_pair(test)
+
+
+def test_a_fault_of_ours_is_told_and_costs_one_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(both: Pair) -> None:
+        submit, both.engine.submit = both.engine.submit, None  # type: ignore[method-assign, assignment]
+        with pytest.raises(RuntimeError, match="TypeError: 'NoneType' object is not callable"):
+            await both.remote.submit(request(), lambda _: None)
+        both.engine.submit = submit  # type: ignore[method-assign]
+        assert len(await both.generate(request())) == 5
+
+    with_pair(test)
+    assert "A call of the HTTP process failed" in caplog.text
+
+
+def test_a_receiver_that_fails_costs_no_other_its_outputs(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(both: Pair) -> None:
+        await both.remote.submit(request("bad"), lambda output: [][output.choice])
+        assert len(await both.generate(request())) == 5
+        await both.until(lambda: both.engine.live == 0)
+
+    with_pair(test)
+    assert "The receiver of request bad failed" in caplog.text
+
+
+def test_what_is_aborted_ends_and_nothing_of_it_comes_late() -> None:
+    async def test(both: Pair) -> None:
+        came: list[TokenOutput] = []
+        await both.remote.submit(request(n=2), came.append)
+        await both.until(lambda: len(came) > 3)
+        both.remote.abort("a", 0)
+        both.remote.abort("a")
+        before = len(came)
+        await both.until(lambda: both.engine.live == 0)
+        await both.remote.stats()  # behind all that was sent before
+        assert len(came) == before
+        assert both.engine.aborted == [("a", 0), ("a", None)]
+
+    with_pair(test, Script(ids("x"), cycle=True, delay=0.001))
+
+
+def test_grammars_are_compiled_by_the_engines_process() -> None:
+    async def test(both: Pair) -> None:
+        grammar = await both.remote.get(CHOICES)
+        assert grammar.kind == "choice"
+        with pytest.raises(NotImplementedError):
+            grammar.start()
+        assert len(await both.generate(request(grammar=grammar))) > 1
+        (asked,) = both.engine.requests
+        assert asked.sampling.grammar is not None and asked.sampling.grammar.start().mask.any()
+        with pytest.raises(APIError, match="structured_outputs") as refused:
+            await both.remote.get(CHOICES._replace(kind="grammar", text="start: ("))
+        assert (refused.value.status, refused.value.param) == (400, "structured_outputs")
+
+    with_pair(test, Script([], follow=True))
+
+
+def test_who_leaves_while_a_grammar_is_compiled_stops_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+
+    async def compile_for_ever(self: GrammarCache, spec: GrammarSpec) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            stopped.append(spec.text)
+            raise
+
+    async def test(both: Pair) -> None:
+        grammar = await both.remote.get(CHOICES)
+        monkeypatch.setattr(GrammarCache, "get", compile_for_ever)  # as if it were forgotten
+        for call in (
+            both.remote.get(CHOICES),
+            both.remote.submit(request(grammar=grammar), lambda _: None),
+        ):
+            waiting = asyncio.ensure_future(call)
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        both.remote.abort("a")  # as `Submission` does
+        await both.until(lambda: len(stopped) == 2)
+        assert both.engine.requests == []
+
+    with_pair(test)
+
+
+def test_nobody_waits_for_an_engine_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(both: Pair) -> None:
+        monkeypatch.setattr(Caller, "_stats", lambda _: asyncio.sleep(60))
+        waiting = asyncio.ensure_future(both.remote.stats())
+        await asyncio.sleep(0.05)
+        both.end.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(EngineUnavailable, match="the engine's process has ended"):
+            await waiting
+        assert both.gone == [True] and not both.remote.ready
+        with pytest.raises(EngineUnavailable, match="the engine's process has ended"):
+            await both.remote.submit(request(), lambda _: None)
+
+    with_pair(test)
+
+
+def test_what_a_process_that_is_gone_has_left_is_aborted() -> None:
+    async def run() -> None:
+        async with pair(Script(ids("x"), cycle=True, delay=0.001)) as both:
+            await both.remote.submit(request("a", n=2), lambda _: None)
+            await both.remote.submit(request("b"), lambda _: None)
+            both.remote.abort("a", 1)
+            both.remote._receivers.clear()
+
+    asyncio.run(run())  # `pair` looks
+
+
+def test_errors_survive_the_way() -> None:
+    error = too_long(8, 9, "prompt")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (APIError, str(error), vars(error))
+
+
+def test_messages_may_come_in_pieces() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        message = wire.pack(["x" * 100])
+        theirs.sendall(message[:5])
+        theirs.setblocking(False)
+        asyncio.run(_send_later(theirs, message[5:], lambda: wire.receive(ours)))
+        theirs.close()
+        with pytest.raises(EOFError):
+            wire.receive(ours)
+        with pytest.raises(EOFError):
+            wire.send(ours, "x" * 2**20)
+
+
+async def _send_later(end: socket.socket, data: bytes, receive: Callable[[], object]) -> None:
+    waiting = asyncio.ensure_future(asyncio.to_thread(receive))
+    await asyncio.sleep(0.02)
+    end.sendall(data)
+    assert await waiting == ["x" * 100]
