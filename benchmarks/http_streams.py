@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from models.testing import tiny_tokenizer
 from serve import wire
 from serve.api import create_app
 from serve.processes import HttpProcesses
-from serve.request import EngineStats, GenerationRequest, OutputCallback, TokenOutput
+from serve.request import EngineProtocol, EngineStats, GenerationRequest, OutputCallback, TokenOutput
 from serve.server import bind, make_server
 
+LETTERS = range(105, 131)  # tokens
 WARM_UP = 10  # steps that are not counted: prompts are still being read
 
 
@@ -78,7 +80,9 @@ class Paced:
             for request, on_output in list(self._running.values()):
                 ends = count >= request.sampling.max_tokens
                 on_output(
-                    TokenOutput(choice=0, token_id=105 + count % 26, finish_reason="length" if ends else None)
+                    TokenOutput(
+                        choice=0, token_id=LETTERS[count % 26], finish_reason="length" if ends else None
+                    )
                 )
                 if ends:
                     self.abort(request.request_id)
@@ -89,11 +93,11 @@ class InOneProcess:
 
     pids: tuple[int, ...] = ()
 
-    def __init__(self, setup: wire.Setup, engine: Paced, listener: Any) -> None:
+    def __init__(self, setup: wire.Setup, engine: EngineProtocol, listener: Any) -> None:
         app = create_app(engine, setup.tokenizer, setup.model_names, **setup.app)
         self._server, self._listener = make_server(app, log_level=setup.log_level, **setup.server), listener
 
-    def run(self, engine: Paced, on_ready: Callable[[], None]) -> None:
+    def run(self, engine: EngineProtocol, on_ready: Callable[[], None]) -> None:
         gc.collect()
         gc.freeze()  # as `python -m serve` does
         on_ready()
@@ -112,10 +116,21 @@ def processor_seconds(pid: int) -> float:
 def serve(args: argparse.Namespace, processes: int, interval: int) -> dict[str, Any]:
     """All streams by so many processes, so many of their tokens together."""
     engine = Paced(args.streams, args.step_ms / 1e3, args.busy_ms / 1e3)
+    measure = partial(measured, args, engine)
+    return {"processes": processes, "interval": interval} | before(engine, processes, interval, measure)
+
+
+def before(
+    engine: EngineProtocol,
+    processes: int,
+    interval: int,
+    measure: Callable[[tuple[int, ...], int], dict[str, float]],
+) -> dict[str, float]:
+    """What `measure` says of a server before that engine, given the processes of HTTP and the port."""
     setup = wire.Setup(
         facts=wire.Facts.of(engine),
         tokenizer=tiny_tokenizer(),
-        model_names=("paced",),
+        model_names=("random",),
         app={"stream_interval": interval},
         server={"host": "127.0.0.1", "port": 0, "shutdown_timeout": 1},
         log_level="warning",
@@ -128,31 +143,37 @@ def serve(args: argparse.Namespace, processes: int, interval: int) -> dict[str, 
         listener.listen()
     else:
         http = InOneProcess(setup, engine, listener)
-    row: dict[str, Any] = {"processes": processes, "interval": interval}
+    found: dict[str, float] = {}
 
-    def measure() -> None:
+    def work() -> None:
         try:
-            row.update(measured(args, engine, http.pids, listener.getsockname()[1]))
+            found.update(measure(http.pids, listener.getsockname()[1]))
         finally:
             http.stop_soon()
 
-    thread = threading.Thread(target=measure)
+    thread = threading.Thread(target=work)
     http.run(engine, thread.start)
     thread.join()
-    return row
+    return found
+
+
+def clients(port: int, streams: int, tokens: int, context: int = 0) -> "subprocess.Popen[str]":
+    """All clients in a process, which says how many events and tokens came; with a context that long, or that of a chat."""
+    command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(port)]
+    command += ["--streams", str(streams), "--tokens", str(tokens), "--context", str(context)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def measured(args: argparse.Namespace, engine: Paced, pids: tuple[int, ...], port: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.http_streams", "--client", str(port)]
-    command += ["--streams", str(args.streams), "--tokens", str(args.tokens)]
+    """Of one row."""
     tokens = args.streams * args.tokens
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
+    with clients(port, args.streams, args.tokens) as asking:
         while len(engine.starts) <= WARM_UP:
             time.sleep(0.01)
         began, first = time.perf_counter(), len(engine.starts)
         before, others = time.process_time(), sum(map(processor_seconds, pids))
-        assert clients.stdout
-        events, letters = map(int, clients.stdout.read().split())
+        assert asking.stdout
+        events, letters = map(int, asking.stdout.read().split())
         seconds = time.perf_counter() - began
         spent = time.process_time() - before - engine.busy_seconds
         others = sum(map(processor_seconds, pids)) - others
@@ -170,24 +191,33 @@ def measured(args: argparse.Namespace, engine: Paced, pids: tuple[int, ...], por
     }
 
 
-async def ask(port: int, tokens: int) -> tuple[int, int]:
-    """A streamed chat; the number of its events, and of letters of their texts."""
+async def ask(port: int, tokens: int, prompt: list[int]) -> tuple[int, int]:
+    """A streamed completion, or chat without a prompt; the number of its events, and of letters of their texts."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps(
-        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": tokens, "stream": True}
-    ).encode()
+    asked: dict[str, Any] = {"max_tokens": tokens, "stream": True}
+    if prompt:
+        asked |= {
+            "prompt": prompt,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logit_bias": dict.fromkeys(LETTERS, 100),
+        }
+    else:
+        asked["messages"] = [{"role": "user", "content": "hello"}]
+    body = json.dumps(asked).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"POST /v1/{'' if prompt else 'chat/'}completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + body)
     answer = await reader.read()
-    return answer.count(b"data: "), sum(map(len, re.findall(rb'"content":"(\w*)"', answer)))
+    return answer.count(b"data: "), sum(map(len, re.findall(rb'"(?:content|text)":"(\w*)"', answer)))
 
 
-async def ask_all(port: int, streams: int, tokens: int) -> tuple[int, int]:
-    """The same of all together."""
-    asked = await asyncio.gather(*[ask(port, tokens) for _ in range(streams)])
+async def ask_all(port: int, streams: int, tokens: int, context: int) -> tuple[int, int]:
+    """The same of all together, each with a prompt of its own."""
+    prompts = np.random.default_rng(0).integers(8, 264, (streams, context)).tolist()
+    asked = await asyncio.gather(*[ask(port, tokens, prompt) for prompt in prompts])
     events, letters = map(sum, zip(*asked, strict=True))
     return events, letters
 
@@ -213,14 +243,15 @@ def main() -> None:
         metavar="N",
         help="tokens of a stream sent together",
     )
-    parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    for name in ("client", "context"):
+        parser.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.stream_interval) < 1:
         parser.error("--stream-interval: 1 at least")
     if args.tokens <= WARM_UP:
         parser.error(f"--tokens must be more than the {WARM_UP} steps that are not measured")
     if args.client:
-        print(*asyncio.run(ask_all(args.client, args.streams, args.tokens)))
+        print(*asyncio.run(ask_all(args.client, args.streams, args.tokens, args.context)))
         return
     rows = [serve(args, *way) for way in itertools.product(args.processes, args.stream_interval)]
     for row in rows:
