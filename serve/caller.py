@@ -1,6 +1,7 @@
 """A process of HTTP as the engine's process sees it: what it asks for, and what it is told."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -11,7 +12,6 @@ from serve import wire
 from serve.errors import APIError
 from serve.grammar_cache import Grammars
 from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, RequestRejected, TokenOutput
-from serve.stream import OutputHub
 from serve.structured import GrammarSpec
 
 log = logging.getLogger("tangram.server")
@@ -22,12 +22,13 @@ class Caller:
 
     _writer: asyncio.StreamWriter
 
-    def __init__(self, engine: EngineProtocol, grammars: Grammars, hub: OutputHub) -> None:
-        self._engine, self._grammars, self._hub = engine, grammars, hub
+    def __init__(self, engine: EngineProtocol, grammars: Grammars) -> None:
+        self._engine, self._grammars = engine, grammars
         self._loop = asyncio.get_running_loop()
         self._running = wire.Running()
         self._answering: dict[int, asyncio.Task[None]] = {}  # calls
-        self._held: list[tuple[str, TokenOutput]] = []  # that came since the last message
+        self._outputs: list[wire.Short | wire.Whole] = []  # since the last message
+        self._scheduled = False
 
     async def serve(self, end: socket.socket) -> None:
         """Do what it asks for, until it is gone; what it has left running is aborted then."""
@@ -96,17 +97,19 @@ class Caller:
         return self._engine.stats()
 
     def _post(self, request_id: str, output: TokenOutput) -> None:
-        """On the engine's thread."""
-        self._hub.post(self._loop, self._put, (request_id, output))
-
-    def _put(self, output: tuple[str, TokenOutput]) -> None:
-        if not self._held:
-            self._loop.call_soon(self._send)  # once the hub is empty
-        self._held.append(output)
+        """On the engine's thread, which is to lose no time; a step's outputs go together."""
+        self._outputs.append(wire.shortened(request_id, output))
+        if not self._scheduled:  # see OutputHub
+            self._scheduled = True
+            with contextlib.suppress(RuntimeError):  # a closed loop: the server is gone
+                self._loop.call_soon_threadsafe(self._send)
 
     def _send(self) -> None:
-        held, self._held = self._held, []
-        for request_id, output in held:
-            if output.finish_reason:
-                self._running.end(request_id, output.choice)
-        self._say(wire.Tokens([wire.shortened(*output) for output in held]))
+        self._scheduled = False
+        outputs = self._outputs[:]
+        del self._outputs[: len(outputs)]  # more may have come
+        for output in outputs:
+            if len(output) == 2 and output[1].finish_reason:
+                self._running.end(output[0], output[1].choice)
+        if outputs:
+            self._say(wire.Tokens(outputs))

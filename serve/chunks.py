@@ -68,12 +68,12 @@ class Chunks:
         From then on these are full at the same time. Rows that keep everything come out of a compression as they were:
         their full tails only count as compressed.
         """
-        limits = self._limits
+        limits, nearly_full = self._limits, self._limits.nearly_full
         full: list[Sequence] = []
         near: list[tuple[RowState, Sequence]] = []
         for sequence in running:
             state = sequence.state
-            if state is None or state.tail < limits.nearly_full or not sequence.may_decode:
+            if state is None or state.tail < nearly_full or not sequence.may_decode:
                 continue
             if state.tail < limits.max_tail and not sequence.due:
                 near.append((state, sequence))

@@ -18,7 +18,6 @@ from serve.caller import Caller
 from serve.grammar_cache import GrammarCache
 from serve.metrics import MULTIPROCESS
 from serve.request import EngineProtocol
-from serve.stream import OutputHub
 
 MODULE = "serve.http_process"
 _FAST_SECONDS = 10.0  # a process that lives no longer is not replaced: the next one would do no better
@@ -125,12 +124,11 @@ class HttpProcesses:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self.stop, number)
         grammars = GrammarCache(self._setup.tokenizer, engine.vocab_size, engine.eos_token_ids)
-        hub = OutputHub()
         on_ready()
         try:
             async with asyncio.TaskGroup() as group:
                 for place in range(len(self._processes)):
-                    group.create_task(self._keep(place, lambda: Caller(engine, grammars, hub)))
+                    group.create_task(self._keep(place, lambda: Caller(engine, grammars)))
         finally:
             grammars.close()
 

@@ -116,11 +116,18 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """Whether there is one token to feed, sampled here, and more are wanted."""
-        return self.state is not None and self.to_feed == 1 and self.left > 0 and self.generated > 0
+        state = self.state
+        if state is None:
+            return False
+        # As `to_feed`, `left` and `generated` say; spelt out, because every step asks all that run.
+        tokens = len(self.tokens) + self.in_flight
+        one = tokens == state.compressed + state.tail + 1
+        return one and 0 < tokens - self.prompt_length < self.sampling.max_tokens
 
     def decodes(self, max_tail: int) -> bool:
         """Whether its next token is sampled by a decode step; false where its tail is to be compressed first."""
-        return self.may_decode and not self.due and self.state is not None and 0 <= self.state.tail < max_tail
+        state = self.state
+        return state is not None and not self.due and 0 <= state.tail < max_tail and self.may_decode
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -25,7 +25,6 @@ from serve.request import (
     SamplingParams,
     TokenOutput,
 )
-from serve.stream import OutputHub
 from serve.structured import GrammarSpec
 from tests.serve.fake_engine import FakeEngine, Script
 from tests.serve.http_server import TOKENIZER, ids
@@ -62,14 +61,16 @@ async def pair(script: Script) -> AsyncIterator[Pair]:
     ours, theirs = socket.socketpair()
     engine = FakeEngine(script)
     grammars = GrammarCache(TOKENIZER, engine.vocab_size, engine.eos_token_ids)
-    serving = asyncio.create_task(Caller(engine, grammars, OutputHub()).serve(ours))
+    serving = asyncio.create_task(Caller(engine, grammars).serve(ours))
     gone: list[bool] = []
     remote = RemoteEngine(wire.Facts.of(engine))
     try:
         async with remote.connected(theirs, lambda: gone.append(True)):
-            yield Pair(engine, remote, ours, gone)
+            both = Pair(engine, remote, ours, gone)
+            yield both
         await asyncio.wait_for(serving, 10)  # it hears that nobody is there
-        assert engine.live == 0 and not remote._receivers
+        await both.until(lambda: engine.live == 0)
+        assert not remote._receivers
     finally:
         grammars.close()
         await asyncio.to_thread(engine.close)
