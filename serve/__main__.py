@@ -69,14 +69,16 @@ def start_engine(config: ServeConfig, console: Console, http: HttpProcesses) -> 
         raise ConfigError(error) from error
     with console.status("Compiling") as status:
 
-        def leave(*_: object) -> None:
+        def leave(number: int, _: object) -> None:
             status.stop()
-            os._exit(130)
+            http.close()
+            os._exit(128 + number)
 
         # An exception would wait for what still compiles, or get lost in JAX's callback for the garbage collector.
-        before = signal.signal(signal.SIGINT, leave)
+        before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
         engine.start(lambda name: status.update(f"Compiling: {name}"))
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     # All that is there now stays: a collection that looks at it again holds up every stream for a fifth of a second.
     gc.collect()
     gc.freeze()
@@ -134,13 +136,12 @@ def main() -> int:
         return 2
 
     def ready() -> None:
-        engine.on_failure = http.stop_soon
+        engine.on_failure = http.fail
         if engine.failed:  # before there was anyone to tell
-            http.stop()
+            http.fail()
         log.info("Ready after %.1f s: %s", time.perf_counter() - began, url_of(listener))
 
-    http.run(engine, ready)
-    engine.stop()
+    http.run(engine, ready, on_end=engine.stop)
     return int(engine.failed or http.failed)
 
 

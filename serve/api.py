@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import importlib.metadata
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +41,7 @@ from serve.protocol import (
 from serve.request import EngineProtocol, EngineStats
 from serve.responses import count_input_tokens, create_response
 from serve.responses_request import ResponsesRequest
+from serve.spellings import Spellings
 from serve.text import TextTokenizer
 from serve.thought_prompt import ThoughtSupport
 from serve.tool_prompt import ToolSupport
@@ -66,8 +67,8 @@ def create_app(
     stream_interval: int = 1,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
-    on_shutdown: Callable[[], None] | None = None,
     grammars: Grammars | None = None,
+    spellings: Spellings | None = None,
     engine_pid: int | None = None,
 ) -> FastAPI:
     """The application for one engine.
@@ -85,8 +86,8 @@ def create_app(
       stream_interval: tokens of a stream that are sent together, but for each choice's first one.
       tool_call_parser: how the model writes calls of tools, one of `serve.tool_formats.PARSERS`.
       reasoning_parser: whether it writes thoughts, one of `serve.thought_prompt.PARSERS`.
-      on_shutdown: called once when the server stops, when no request is left in the engine.
       grammars: where they are compiled; None: in this process.
+      spellings: of earlier turns; None: this application's own.
       engine_pid: of the engine's process, which /metrics tells of; None: this one.
     """
     if not served_model_names:
@@ -106,6 +107,7 @@ def create_app(
         executor=ThreadPoolExecutor(4, "tokenize"),
         large_executor=ThreadPoolExecutor(1, "tokenize-large"),
         grammars=grammars or GrammarCache(tokenizer, engine.vocab_size, engine.eos_token_ids),
+        spellings=spellings or Spellings(),
         tools=tools,
         thoughts=ThoughtSupport.of(tokenizer, reasoning_parser, harmony=tools.harmony),
     )
@@ -117,8 +119,6 @@ def create_app(
         serving.grammars.close()
         for executor in (serving.executor, serving.large_executor):
             executor.shutdown(wait=False, cancel_futures=True)
-        if on_shutdown is not None:
-            on_shutdown()
 
     app = FastAPI(title="Tangram-JAX", version=_version(), lifespan=lifespan, redirect_slashes=False)
     app.state.serving = serving

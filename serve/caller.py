@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -22,13 +23,19 @@ class Caller:
 
     _writer: asyncio.StreamWriter
 
-    def __init__(self, engine: EngineProtocol, grammars: Grammars) -> None:
-        self._engine, self._grammars = engine, grammars
+    def __init__(
+        self, engine: EngineProtocol, grammars: Grammars, on_spelled: Callable[[wire.Spelled], None]
+    ) -> None:
+        """`on_spelled`: tells the others."""
+        self._engine, self._grammars, self._on_spelled = engine, grammars, on_spelled
         self._loop = asyncio.get_running_loop()
         self._running = wire.Running()
         self._answering: dict[int, asyncio.Task[None]] = {}  # calls
+        self._sending: set[asyncio.Task[None]] = set()
         self._outputs: list[wire.Short | wire.Whole] = []  # since the last message
         self._scheduled = False
+        # Requests with long parts on their way, and what is to come behind these.
+        self._behind: dict[str, list[wire.Short | wire.Whole]] = {}
 
     async def serve(self, end: socket.socket) -> None:
         """Do what it asks for, until it is gone; what it has left running is aborted then."""
@@ -40,7 +47,7 @@ class Caller:
             pass
         finally:
             self._writer.close()
-            for task in self._answering.values():
+            for task in [*self._answering.values(), *self._sending]:
                 task.cancel()
             for request_id in self._running:
                 self._engine.abort(request_id)
@@ -55,6 +62,8 @@ class Caller:
                 self._answer(call, self._stats)
             case wire.Forget(call) if call in self._answering:
                 self._answering[call].cancel()
+            case wire.Spelled():
+                self._on_spelled(message)
             case wire.Abort(request_id, choice):
                 self._running.end(request_id, choice)
                 self._engine.abort(request_id, choice)
@@ -62,17 +71,18 @@ class Caller:
     def _answer(self, call: int, doing: Callable[[], Awaitable[object]]) -> None:
         async def answer() -> None:
             try:
-                self._say(wire.Answer(call, await doing()))
+                self.say(wire.Answer(call, await doing()))
             except (RequestRejected, EngineUnavailable, APIError) as error:
-                self._say(wire.Answer(call, error=error))
+                self.say(wire.Answer(call, error=error))
             except Exception as error:  # it may hold anything
                 log.exception("A call of the HTTP process failed")
-                self._say(wire.Answer(call, error=RuntimeError(f"{type(error).__name__}: {error}")))
+                self.say(wire.Answer(call, error=RuntimeError(f"{type(error).__name__}: {error}")))
 
         task = self._answering[call] = self._loop.create_task(answer())
         task.add_done_callback(lambda _: self._answering.pop(call))
 
-    def _say(self, message: object) -> None:
+    def say(self, message: object) -> None:
+        """To the process, if it is there."""
         if not self._writer.is_closing():
             self._writer.write(wire.pack(message))
 
@@ -108,8 +118,26 @@ class Caller:
         self._scheduled = False
         outputs = self._outputs[:]
         del self._outputs[: len(outputs)]  # more may have come
+        ready = []
         for output in outputs:
             if len(output) == 2 and output[1].finish_reason:
                 self._running.end(output[0], output[1].choice)
-        if outputs:
-            self._say(wire.Tokens(outputs))
+            if output[0] in self._behind:
+                self._behind[output[0]].append(output)
+            elif len(output) == 2 and len(output[1].prompt_logprobs or ()) > wire.PROMPT_PART:
+                self._behind[output[0]] = []
+                self._sending.add(task := self._loop.create_task(self._send_parts(*output)))
+                task.add_done_callback(self._sending.discard)
+            else:
+                ready.append(output)
+        if ready:
+            self.say(wire.Tokens(ready))
+
+    async def _send_parts(self, request_id: str, output: TokenOutput) -> None:
+        """An output in pieces, between which others have their turn, and then what came behind it."""
+        *parts, last = itertools.batched(output.prompt_logprobs or (), wire.PROMPT_PART)
+        for part in parts:
+            self.say(wire.PromptPart(request_id, list(part)))
+            await asyncio.sleep(0)
+        output = dataclasses.replace(output, prompt_logprobs=list(last))
+        self.say(wire.Tokens([(request_id, output), *self._behind.pop(request_id)]))

@@ -72,10 +72,10 @@ class Serving:
     executor: ThreadPoolExecutor  # tokenizing and other work that would hold up the event loop
     large_executor: ThreadPoolExecutor  # the same for large bodies, so that small ones never wait for them
     grammars: Grammars
+    spellings: Spellings
     tools: ToolSupport
     thoughts: ThoughtSupport
     hub: OutputHub = field(default_factory=OutputHub)
-    spellings: Spellings = field(default_factory=Spellings)
     draining: Draining = field(default_factory=Draining)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -208,21 +208,20 @@ class Generation:
             for p, prompt in enumerate(prompts)
         ]
         form = request.grammar_spec.param if request.grammar_spec else "tools"  # of calls that must be
-        interval = serving.stream_interval
         # By what its text says: it is looked at as it comes.
         ends_early = request.stop or (chat is not None and (chat.tools or serving.tools.harmony))
-        if not (request.stream or ends_early):
-            interval = max(interval, _WHOLE)
+        interval = max(serving.stream_interval, 1 if request.stream or ends_early else _WHOLE)
         self._submission = Submission(serving.engine, serving.hub, requests, form, interval)
         self._draining, self._metrics, self._grammar = serving.draining, serving.metrics, params[0].grammar
         plain = chat is not None and not chat.add_special_tokens
         self._spellings = serving.spellings if plain else None
 
-    async def submit(self) -> None:
-        """Hand the prompts to the engine; raises APIError."""
+    async def submit(self, http_request: Request) -> None:
+        """Hand the prompts to the engine; raises APIError, and ClientDisconnect where a grammar takes its time."""
         self._draining.generations.add(self)
         try:
-            await self._submission.submit()
+            submitting = self._submission.submit()
+            await (unless_disconnected(http_request.receive, submitting) if self._grammar else submitting)
         except BaseException:
             self.close()
             raise
@@ -324,7 +323,7 @@ async def respond_with(
     stream: bool,
 ) -> Response:
     """Generate one choice and answer with its events, or with the object that `whole` makes of it."""
-    await generation.submit()
+    await generation.submit(http_request)
     if stream:
         return EventStream(events(), generation.close, headers)
     (delta,) = await generation.complete(http_request)
@@ -346,7 +345,7 @@ async def respond(
     generation = Generation(serving, request, prompts, params, request_id, timer)
     head = {"id": request_id, "created": int(time.time()), "model": model}
     headers = {"x-request-id": request_id}
-    await generation.submit()
+    await generation.submit(http_request)
     if request.stream:
         events = _events(generation, request, form, head | {"object": form.chunk_object_name})
         return EventStream(events, generation.close, headers)

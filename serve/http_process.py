@@ -26,7 +26,13 @@ def prepared(setup: wire.Setup) -> tuple[RemoteEngine, Server]:
     """Raises ValueError for what the model's tokenizer lacks."""
     engine = RemoteEngine(setup.facts)
     app = create_app(
-        engine, setup.tokenizer, setup.model_names, grammars=engine, engine_pid=os.getppid(), **setup.app
+        engine,
+        setup.tokenizer,
+        setup.model_names,
+        grammars=engine,
+        spellings=engine.spellings if setup.several else None,
+        engine_pid=os.getppid(),
+        **setup.app,
     )
     return engine, make_server(app, log_level=setup.log_level, **setup.server)
 

@@ -5,12 +5,21 @@ import contextlib
 import itertools
 import logging
 import socket
+from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
 from serve import wire
 from serve.grammar import Grammar
-from serve.request import EngineStats, EngineUnavailable, GenerationRequest, OutputCallback, TokenOutput
+from serve.request import (
+    EngineStats,
+    EngineUnavailable,
+    GenerationRequest,
+    OutputCallback,
+    PromptLogprob,
+    TokenOutput,
+)
+from serve.spellings import Spellings
 from serve.structured import GrammarSpec
 
 log = logging.getLogger("tangram.server")
@@ -27,16 +36,20 @@ class RemoteGrammar(Grammar):
 
 
 class RemoteEngine:
-    """An engine of `EngineProtocol`, and `Grammars` for its requests. Used on one event loop alone."""
+    """An engine of `EngineProtocol`, and `Grammars` for its requests. Used on one event loop alone.
 
-    ready = True
+    `spellings` are those of all processes that have such an engine.
+    """
 
     def __init__(self, facts: wire.Facts) -> None:
         self.max_model_len, self.vocab_size, self.eos_token_ids = facts
+        self.ready = True
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._receivers: dict[str, OutputCallback] = {}
+        self._parts: dict[str, list[PromptLogprob | None]] = {}
         self._running = wire.Running()
+        self.spellings = Spellings(tell=lambda text, ids: self._say(wire.Spelled(text, array("i", ids))))
 
     @contextlib.asynccontextmanager
     async def connected(self, end: socket.socket, on_gone: Callable[[], None]) -> AsyncIterator[None]:
@@ -107,19 +120,32 @@ class RemoteEngine:
     async def _listen(self, reader: asyncio.StreamReader, on_gone: Callable[[], None]) -> None:
         try:
             while True:
-                self._hear(await wire.read(reader))
+                message = await wire.read(reader)
+                self._hear(message)
+                if isinstance(message, wire.PromptPart):
+                    await asyncio.sleep(0)  # many may be there: others have their turn
         except EOFError:
-            self.ready = False
-            for answer in self._calls.values():
-                if not answer.done():
-                    answer.set_exception(EngineUnavailable("the engine's process has ended"))
-            on_gone()
+            pass
+        except Exception:
+            log.exception("What the engine's process says cannot be understood")
+        self.ready = False
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable("the engine's process has ended"))
+        on_gone()
 
     def _hear(self, message: object) -> None:
         match message:
             case wire.Tokens(outputs):
                 for output in outputs:
                     self._receive(*wire.whole(output))
+            case wire.PromptPart(request_id, part):
+                if request_id in self._receivers:
+                    self._parts.setdefault(request_id, []).extend(part)
+            case wire.NotReady():
+                self.ready = False
+            case wire.Spelled(text, ids):
+                self.spellings.learn(text, ids)
             case wire.Answer(call, value, error):
                 answer = self._calls.get(call)
                 if answer is None or answer.done():
@@ -133,6 +159,8 @@ class RemoteEngine:
         on_output = self._receivers.get(request_id)
         if on_output is None:  # it was aborted
             return
+        if parts := self._parts.pop(request_id, None):
+            output.prompt_logprobs = [*parts, *(output.prompt_logprobs or ())]
         if output.finish_reason:
             self._end(request_id, output.choice)
         try:
@@ -143,3 +171,4 @@ class RemoteEngine:
     def _end(self, request_id: str, choice: int | None) -> None:
         if self._running.end(request_id, choice):
             del self._receivers[request_id]
+            self._parts.pop(request_id, None)

@@ -145,7 +145,10 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineProtocol(Protocol):
-    """What the HTTP layer needs of an engine, here or in another process. All methods are thread-safe and return at once."""
+    """What the HTTP layer needs of an engine. All methods return at once.
+
+    One of this process is thread-safe; one of another is used on an event loop.
+    """
 
     @property
     def max_model_len(self) -> int:
@@ -164,7 +167,7 @@ class EngineProtocol(Protocol):
         """Warm-up is done and the engine thread is alive."""
 
     def submit(self, request: GenerationRequest, on_output: OutputCallback) -> Awaitable[None] | None:
-        """Queue a request; `on_output` is then called from the engine's thread, in order within a choice.
+        """Queue a request; `on_output` is then called, from the engine's thread if it has one, in order within a choice.
 
         Raises RequestRejected or EngineUnavailable; then `on_output` is never called. An engine elsewhere gives something to
         await, which raises them.

@@ -7,7 +7,7 @@ holds, and a row that was compressed past the difference is lost for the next tu
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 MOST_CHARACTERS = 2**25  # of all texts together
 
@@ -15,14 +15,21 @@ MOST_CHARACTERS = 2**25  # of all texts together
 class Spellings:
     """Conversations as text and as tokens, the least recently used forgotten first. For any thread."""
 
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
+    def __init__(self, most: int = 256, tell: Callable[[str, Sequence[int]], None] | None = None) -> None:
+        """`tell` is called with what is remembered, for others who are to learn it."""
+        self._most, self._tell = most, tell
         self._tokens: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = threading.Lock()
 
     def remember(self, text: str, ids: Sequence[int]) -> None:
         """`text` was read and written as the tokens `ids`."""
+        self.learn(text, ids)
+        if self._tell:
+            self._tell(text, ids)
+
+    def learn(self, text: str, ids: Sequence[int]) -> None:
+        """The same of another process's text."""
         tokens = array("i", ids)
         with self._lock:
             self._forget(text)

