@@ -21,14 +21,13 @@ log = logging.getLogger("tangram.server")
 class Caller:
     """One connection. Used on the event loop, except that the engine's thread hands over outputs."""
 
-    _writer: asyncio.StreamWriter
-
     def __init__(
         self, engine: EngineProtocol, grammars: Grammars, on_spelled: Callable[[wire.Spelled], None]
     ) -> None:
         """`on_spelled`: tells the others."""
         self._engine, self._grammars, self._on_spelled = engine, grammars, on_spelled
         self._loop = asyncio.get_running_loop()
+        self._writer: asyncio.StreamWriter | None = None
         self._running = wire.Running()
         self._answering: dict[int, asyncio.Task[None]] = {}  # calls
         self._sending: set[asyncio.Task[None]] = set()
@@ -83,7 +82,7 @@ class Caller:
 
     def say(self, message: object) -> None:
         """To the process, if it is there."""
-        if not self._writer.is_closing():
+        if self._writer and not self._writer.is_closing():
             self._writer.write(wire.pack(message))
 
     async def _submit(self, request: GenerationRequest, spec: GrammarSpec | None) -> None:

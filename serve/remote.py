@@ -75,6 +75,8 @@ class RemoteEngine:
         except Exception:
             self._end(request.request_id, None)
             raise
+        if request.request_id not in self._receivers:  # it was aborted before the engine had it
+            self.abort(request.request_id)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineProtocol."""

@@ -226,6 +226,28 @@ def test_who_leaves_while_a_grammar_is_compiled_stops_that(monkeypatch: pytest.M
     with_pair(test)
 
 
+def test_an_abort_may_overtake_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a request with several prompts, one of which is refused."""
+
+    async def test(both: Pair) -> None:
+        grammar, go = await both.remote.get(CHOICES), asyncio.Event()
+        get = GrammarCache.get
+
+        async def slowly(self: GrammarCache, spec: GrammarSpec) -> Any:
+            await go.wait()
+            return await get(self, spec)
+
+        monkeypatch.setattr(GrammarCache, "get", slowly)
+        submitting = asyncio.ensure_future(both.remote.submit(request(grammar=grammar), lambda _: None))
+        await both.remote.stats()  # the request is there
+        both.remote.abort("a")
+        go.set()
+        await submitting
+        await both.until(lambda: len(both.engine.aborted) == 2 and both.engine.live == 0)
+
+    with_pair(test, Script(ids("x"), cycle=True, delay=0.001))
+
+
 def test_nobody_waits_for_an_engine_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(both: Pair) -> None:
         monkeypatch.setattr(Caller, "_stats", lambda _: asyncio.sleep(60))
