@@ -45,9 +45,8 @@ async def run(engine: RemoteEngine, server: Server, end: socket.socket, listener
 def main() -> None:
     listener_fd, end_fd = map(int, sys.argv[1:])
     end = socket.socket(fileno=end_fd)
-    with contextlib.suppress(
-        EOFError, KeyboardInterrupt
-    ):  # the engine's process has ended; uvicorn raises signals again
+    # The engine's process may have ended, and uvicorn raises signals again.
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
         setup = wire.receive(end)
         begin_logging(Console(stderr=True), setup.log_level)
         try:
