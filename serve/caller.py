@@ -15,6 +15,8 @@ from serve.grammar_cache import Grammars
 from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, RequestRejected, TokenOutput
 from serve.structured import GrammarSpec
 
+_MUCH = 2**20  # bytes
+
 log = logging.getLogger("tangram.server")
 
 
@@ -80,9 +82,11 @@ class Caller:
         task = self._answering[call] = self._loop.create_task(answer())
         task.add_done_callback(lambda _: self._answering.pop(call))
 
-    def say(self, message: object) -> None:
-        """To the process, if it is there."""
-        if self._writer and not self._writer.is_closing():
+    def say(self, message: object, dropped: bool = False) -> None:
+        """To the process, if it is there; `dropped`: unless it hangs, and much waits for it already."""
+        if self._writer is None or self._writer.is_closing():
+            return
+        if not dropped or self._writer.transport.get_write_buffer_size() < _MUCH:
             self._writer.write(wire.pack(message))
 
     async def _submit(self, request: GenerationRequest, spec: GrammarSpec | None) -> None:

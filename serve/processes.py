@@ -215,7 +215,7 @@ class HttpProcesses:
         def tell_others(spelled: wire.Spelled) -> None:
             for other, caller in self._callers.items():
                 if other != place:
-                    caller.say(spelled)
+                    caller.say(spelled, dropped=True)
 
         try:
             wire.send(process.end, None)
@@ -247,9 +247,10 @@ class HttpProcesses:
         try:
             self._make_counts()
             self._processes[place] = process = self._start()
-            process.set_up(self._setup)
+            # In threads: it reads only once it has imported what it needs, and others are served meanwhile.
+            await asyncio.to_thread(process.set_up, self._setup)
             await asyncio.to_thread(process.await_ready)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the others go on
             if not self._stopping.is_set():
                 log.error("An HTTP process cannot be replaced: %s", error)
             return False

@@ -152,6 +152,24 @@ program.HttpProcesses.set_up = set_up_once
     assert "Traceback" not in errors
 
 
+def test_a_replacement_that_reads_nothing_holds_up_nobody() -> None:
+    changes = REPLACED_AT_ONCE + "model.tokenizer.padding = 'x' * 2**22  # more than a socket takes at once\n"
+    flags = "--api-server-count", "2", "--shutdown-timeout", "0"
+    with program("127.0.0.1", changes, *flags) as (process, address):
+        before = children(process.pid)
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: bool(children(process.pid) - before), 10)
+        (hung,) = children(process.pid) - before
+        os.kill(hung, signal.SIGSTOP)
+        for _ in range(3):
+            assert httpx.get(f"{address}/metrics", trust_env=False, timeout=10).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "An HTTP process does not end: it is killed" in errors
+    assert "Traceback" not in errors and not lives(hung)
+
+
 def test_signals_that_come_while_the_engine_ends_change_nothing() -> None:
     changes = """
 def stop(self):

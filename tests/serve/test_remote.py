@@ -377,3 +377,19 @@ def test_what_cannot_be_understood_ends_a_process_and_not_the_other(
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert ("cannot be understood" in caplog.text) == (side == "http")
+
+
+def test_others_are_not_told_while_they_hang() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()  # from which nobody reads
+        caller = Caller(FakeEngine(Script([])), mock.Mock(), mock.Mock())
+        serving = asyncio.ensure_future(caller.serve(ours))
+        await asyncio.sleep(0.01)
+        for _ in range(100):
+            caller.say(wire.Spelled("x" * 2**18, []), dropped=True)
+        assert caller._writer is not None
+        assert 2**19 < caller._writer.transport.get_write_buffer_size() < 2**21
+        theirs.close()
+        await serving
+
+    asyncio.run(asyncio.wait_for(run(), 20))
