@@ -1,7 +1,7 @@
 """What the whole server gives its clients: an engine of random weights behind HTTP, by so many processes of HTTP.
 
   python -m benchmarks.http_engine                                      128 streams of Llama-3.2-1B's shape on one Hopper GPU
-  python -m benchmarks.http_engine --shape llama-3.1-8b --tokens 600 --processes 0 1
+  python -m benchmarks.http_engine --shape llama-3.1-8b --tokens 800 --processes 0 1
 
 "made_per_s" are the engine's tokens a second while all streams decode, "behind_s" how long after its last token the clients
 have theirs, "whole_s" the time from their start to that. Of 0 processes the engine's own speaks HTTP. The last lines
@@ -38,6 +38,8 @@ def measured(args: argparse.Namespace, engine: Engine, pids: tuple[int, ...], po
         assert asking.stdout
         events, letters = map(int, asking.stdout.read().split())
     assert letters == args.requests * args.tokens, f"{letters} tokens came"  # each is a letter
+    if len(marks) < 2 or marks[0] == marks[-1]:
+        raise RuntimeError("the first streams end before the last ones begin: give more --tokens")
     (t0, first), (t1, final) = marks[0], marks[-1]
     return {
         "made_per_s": (final - first) / (t1 - t0),
@@ -63,6 +65,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of HTTP")
     parser.add_argument("--scorer", default="snapkv")
     args = parser.parse_args()
+    if min(args.processes) < 0:
+        parser.error("--processes: 0 at least")
     config = decode_step.first_layers(SHAPES[args.shape], args.layers)
     params = decode_step.random_weights(config, 1)
     engine = start_engine(

@@ -154,6 +154,8 @@ def before(
     thread = threading.Thread(target=work)
     http.run(engine, thread.start)
     thread.join()
+    if not found:
+        raise SystemExit("It could not be measured: the reason is above")
     return found
 
 
@@ -246,6 +248,8 @@ def main() -> None:
     for name in ("client", "context"):
         parser.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if min(args.processes) < 0:
+        parser.error("--processes: 0 at least")
     if min(args.stream_interval) < 1:
         parser.error("--stream-interval: 1 at least")
     if args.tokens <= WARM_UP:
