@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import pickle
+import signal
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from serve import wire
 from serve.caller import Caller
 from serve.errors import APIError, too_long
 from serve.grammar_cache import GrammarCache
+from serve.processes import HttpProcesses
 from serve.remote import RemoteEngine
 from serve.request import (
     EngineStats,
@@ -377,6 +379,35 @@ def test_what_cannot_be_understood_ends_a_process_and_not_the_other(
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert ("cannot be understood" in caplog.text) == (side == "http")
+
+
+def test_all_processes_hear_what_others_have_learnt_and_that_the_engine_is_lost() -> None:
+    async def run() -> None:
+        http = HttpProcesses(socket.socket(), 0)
+        http._loop, http._grammars = asyncio.get_running_loop(), mock.Mock()
+        http._setup = wire.Setup(facts=wire.Facts(1, 1, ()), tokenizer=TOKENIZER, model_names=("tiny",))
+        pairs = [socket.socketpair() for _ in range(3)]
+        http._processes = [mock.Mock(end=ours) for ours, _ in pairs]
+        serving = [asyncio.ensure_future(http._serve(place, FakeEngine(Script([])))) for place in range(3)]
+        first, *others = remotes = [RemoteEngine(http._setup.facts) for _ in pairs]
+        async with contextlib.AsyncExitStack() as stack:
+            for remote, (_, theirs) in zip(remotes, pairs, strict=True):
+                assert await asyncio.to_thread(wire.receive, theirs) is None  # it may begin
+                await stack.enter_async_context(remote.connected(theirs, lambda: None))
+            first.spellings.remember("a text", [4, 5])
+            for other in others:
+                while not list(other.spellings.beginnings("a text goes on")):
+                    await asyncio.sleep(0.002)
+            http.fail()
+            while any(remote.ready for remote in remotes):
+                await asyncio.sleep(0.002)
+            for process in http._processes:
+                assert isinstance(process, mock.Mock)
+                process.signal.assert_called_once_with(signal.SIGTERM)
+        await asyncio.gather(*serving)
+        assert not http._callers
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_others_are_not_told_while_they_hang() -> None:
