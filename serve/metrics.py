@@ -195,9 +195,8 @@ class Metrics:
         """The text of /metrics; `stats`: of the engine."""
         self._engine.stats = stats
         registry = self.registry
-        if (
-            MULTIPROCESS in os.environ
-        ):  # where all processes of a server write their counts, and the library finds them
+        # All processes of a server write their counts there, where the library finds them.
+        if MULTIPROCESS in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
         return generate_latest(self._others) + generate_latest(registry)
