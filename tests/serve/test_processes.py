@@ -1,5 +1,6 @@
 """`python -m serve` and its processes of HTTP: what becomes of the others when one of them ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -161,10 +162,14 @@ def test_a_replacement_that_reads_nothing_holds_up_nobody() -> None:
         wait_until(lambda: bool(children(process.pid) - before), 10)
         (hung,) = children(process.pid) - before
         os.kill(hung, signal.SIGSTOP)
-        for _ in range(3):
-            assert httpx.get(f"{address}/metrics", trust_env=False, timeout=10).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        try:
+            for _ in range(3):
+                assert httpx.get(f"{address}/metrics", trust_env=False, timeout=10).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a test that fails leaves nothing behind, either
+                os.kill(hung, signal.SIGKILL)
     assert process.returncode == 0
     assert "An HTTP process does not end: it is killed" in errors
     assert "Traceback" not in errors and not lives(hung)
