@@ -1,6 +1,7 @@
 """What a step's work is to the compiled programs: arrays of the bucket that holds it, and whose each row of logits is."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ class Inputs:
     sequences: list[Sequence | None]
     logits_of: list[int]
     drafts: Drafts | None = None
+
+    @cached_property
+    def follows_grammar(self) -> bool:
+        """Whether what is sampled depends on the last tokens of some."""
+        return any(s.grammar for s in self.sequences if s)
 
 
 def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:

@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
-from serve.inputs import Drafts, inputs_of
+from serve.inputs import Drafts, Inputs, inputs_of
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.row_changes import Kind, RowChanges
@@ -94,6 +94,7 @@ class Runner(RowCopies):
         self.num_rows = num_rows
         # Of the last step, and the row of them that is of each last chunk.
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
+        self._given: tuple[Work | None, Inputs] = None, Inputs(None, None, None, [], [])
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._cache: Cache
         self._changes = RowChanges(plan, num_rows)
@@ -126,10 +127,10 @@ class Runner(RowCopies):
     def cache(self) -> Cache:
         """Whoever reads it finds rows as they are to be, for which programs may run: only one thread may.
 
-        All that changes the cache reads this.
+        All that changes the cache reads this. But pages that rows are to give back they may still have.
         """
-        if self._changes:
-            self._cache = self._changes.make(self._cache)
+        if self._changes.pressing:
+            self._make_changes()
         return self._cache
 
     @cache.setter
@@ -199,7 +200,9 @@ class Runner(RowCopies):
         What a grammar allows is known only when its choice's last token has been read: `read_all` reads what is under way,
         while the device runs the step.
         """
-        given = inputs_of(work, self.buckets, self.num_rows)
+        if self._given[0] is not work:  # many steps in a row may be the same
+            self._given = work, inputs_of(work, self.buckets, self.num_rows)
+        given = self._given[1]
         slots = None if given.rows is None else self._on_device(given.rows)
         logits, self.cache, scores = self._step(
             self.params, self.cache, self.sampler.state.ints, given.chunk, slots, given.next_tokens, given.drafts,
@@ -210,7 +213,7 @@ class Runner(RowCopies):
         prompt = PromptScores(*scores) if scores else None
         if not any(sequences):
             return Handles([], None, prompt=prompt)
-        if any(s.grammar for s in sequences if s):
+        if given.follows_grammar:
             read_all()
         rows = self._on_device(given.logits_of)
         if given.drafts is None:
@@ -253,10 +256,14 @@ class Runner(RowCopies):
 
     def _change(self, kind: Kind, row: int, what: Any) -> None:
         if not self._changes.wait(kind, row, what):
-            self.cache = self.cache  # all that waits is made
+            self._make_changes()
             self._changes.wait(kind, row, what)
 
+    def _make_changes(self) -> None:
+        self._cache = self._changes.make(self._cache)
+
     def fork(self, src: int, dst: int) -> None:
+        self._make_changes()  # it takes pages
         self.cache = tables.fork(self.plan, self.cache, np.int32(src), np.int32(dst))
 
     def release(self, row: int) -> None:

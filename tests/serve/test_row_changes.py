@@ -10,6 +10,7 @@ import pytest
 
 import tangram_jax as tj
 from models.testing import tiny_config
+from serve import row_changes
 from serve.pages import PageBook
 from serve.request import GenerationRequest, SamplingParams
 from serve.row_changes import SIZES, RowChanges, batches
@@ -143,10 +144,47 @@ def test_a_crowd_costs_few_programs():
     for row in range(ROWS):
         assert changes.wait("budgets", row, PLAN.budgets_at(0.2))
         assert changes.wait("pages", row, (10, 2))
-    with counted(tables, "set_budgets", calls), counted(tables, "reserve", calls):
+    with counted(tables, "set_budgets", calls), counted(row_changes, "change", calls):
         cache = changes.make(new_cache())
         changes.make(cache)
-    assert calls == {"set_budgets": 2, "reserve": 2}
+    assert calls == {"set_budgets": 2, "change": 2}
+
+
+def test_a_compression_costs_one_program():
+    """With what others give back since the last one, which does not have to be made before a step."""
+    calls: Counter[str] = Counter()
+    changes, cache = RowChanges(PLAN, ROWS), new_cache()
+    for row in range(3):
+        cache = tables.reserve(PLAN, cache, np.int32(row), 20, 4)
+    assert changes.wait("trims", 1, (20, 0))
+    assert changes
+    assert not changes.pressing
+    assert changes.wait("rollbacks", 0, 3)
+    assert changes.wait("pages", 0, (24, 4))
+    assert changes.wait("pages", 2, (20, 8))
+    assert changes.pressing
+    with counted(row_changes, "change", calls):
+        changes.make(cache)
+    assert calls == {"change": 1}
+    assert not changes
+
+
+def test_a_crowd_takes_what_a_crowd_gives_back():
+    """More of both than one program has rows for, in a pool that has no more."""
+    changes, cache = RowChanges(PLAN, 40), tj.init_cache(
+        PLAN, CONFIG, num_pages=20 * PLAN.pages(40, 4), max_requests=40, max_tokens=MAX_TOKENS, max_tail=MAX_TAIL
+    )  # fmt: skip
+    for row in range(20):
+        assert changes.wait("pages", row, (40, 4))
+    cache = changes.make(cache)
+    assert not int(cache.num_free)
+    for row in range(20):
+        assert changes.wait("trims", row, (0, 0))
+        assert changes.wait("pages", 20 + row, (40, 4))
+    cache = changes.make(cache)
+    assert not int(cache.num_free)
+    owned = np.asarray(cache.table != NO_PAGE).sum(axis=1)
+    assert owned.tolist() == [0] * 20 + [PLAN.pages(40, 4)] * 20
 
 
 def test_rows_that_wait_are_there_for_whoever_looks():
