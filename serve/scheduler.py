@@ -28,6 +28,7 @@ from tangram_jax.plan import CachePlan
 
 RETENTIONS = 256  # different ones that are remembered
 NEXT = 64  # waiting prompts for which stored rows are spared
+SOON = 16  # tail tokens: whoever has room for no more gets pages as soon as another one must
 
 
 class Scheduler:
@@ -42,6 +43,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._closing: list[Sequence] = []
         self._scored_last = False  # the last step was a chunk of a prompt whose log-probabilities are wanted
+        # What goes on as it is, and for how many more steps, unless something happens.
+        self._steady: Work | None = None
+        self._more_steps = 0
         self.counters = Counter[str]()
         self.drafting = Drafting(limits, self.counters)
         self._reach_back = ReachBack(plan)
@@ -84,23 +88,42 @@ class Scheduler:
 
     def schedule(self) -> Work | None:
         """The next step, with all its pages reserved; None when nothing can run now."""
+        work = self._steady
+        if work and (not self.waiting or len(self.running) >= self.limits.max_running):
+            self._more_steps -= 1
+        else:
+            work = self._next()
+        self._steady = work if self._more_steps else None
+        if not work:
+            return None
+        for sequence in work.decode:
+            state = sequence.state
+            assert state is not None
+            count = 1 + len(work.drafts[sequence]) if sequence in work.drafts else 1
+            state.tail += count
+            sequence.in_flight += count
+        return work
+
+    def _next(self) -> Work | None:
+        """The next step from all that run or wait; its tokens are not counted yet."""
         self._admit()
         self._chunks.tend(self.running)
-        max_tail = self.limits.max_tail
+        max_tail, self._has_grown = self.limits.max_tail, False
         decode = [s for s in list(self.running) if s.decodes(max_tail) and self._make_room(s)]
         # The program that scores a prompt has no place for others: they take turns, so that streams go on.
         chunks = self._chunks.next(self.running, len(decode), score=not (decode and self._scored_last))
         decode = [s for s in decode if s.state is not None]  # others may have preempted it since
+        if self._has_grown:
+            self._make_more_room(decode)
         parent = self.waiting[0].parent if self.waiting else None
         work = Work(chunks, decode, {} if chunks else self.drafting.of(decode, but=parent))
         self._scored_last = work.scores_prompt
         if self._scored_last:
             decode.clear()
-        for sequence in decode:
-            assert sequence.state is not None
-            count = 1 + len(work.drafts.get(sequence, ()))
-            sequence.state.tail += count
-            sequence.in_flight += count
+        self._more_steps = 0
+        if not chunks and len(decode) == len(self.running) > self.limits.drafting:
+            # All that run have pages for so many tokens, and want them; of each the next one is on its way.
+            self._more_steps = min(min(s.room - s.state.tail, s.left) for s in decode if s.state) - 1
         return work if chunks or decode else None
 
     def _admit(self) -> None:
@@ -251,8 +274,20 @@ class Scheduler:
         if not self._obtain(sequence, wanted):
             return False
         self.rows.grow(state, state.compressed, room)
-        sequence.room = room
+        sequence.room, self._has_grown = room, True
         return True
+
+    def _make_more_room(self, decode: list[Sequence]) -> None:
+        """Free pages for those who will want some soon: all together they cost hardly more than one."""
+        for sequence in decode:
+            state = sequence.state
+            if state is None or sequence.room - state.tail > SOON:
+                continue
+            room = min(state.tail + self.limits.room(sequence.left), self.limits.max_tail)
+            wanted = self.rows.wanted(state.budgets, state.compressed, room)
+            if room > sequence.room and self.pages.missing(state.holding, wanted) <= self.pages.free:
+                self.rows.grow(state, state.compressed, room)
+                sequence.room = room
 
     def _obtain(self, sequence: Sequence, wanted: np.ndarray) -> bool:
         """Free what `sequence` misses of `wanted`; the latest arrival goes back to the queue if nothing else helps."""
@@ -294,6 +329,7 @@ class Scheduler:
 
     def end(self, sequence: Sequence) -> None:
         """`sequence` generates no more; its row is given up or stored once nothing of it is in flight."""
+        self._steady = None
         if sequence.phase is Phase.WAITING:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
