@@ -35,7 +35,15 @@ from models.testing import tiny_tokenizer
 from serve import wire
 from serve.api import create_app
 from serve.processes import HttpProcesses
-from serve.request import EngineProtocol, EngineStats, GenerationRequest, OutputCallback, TokenOutput
+from serve.request import (
+    EngineProtocol,
+    EngineStats,
+    GenerationRequest,
+    OutputCallback,
+    TokenCallback,
+    TokenOutput,
+    as_outputs,
+)
 from serve.server import bind, make_server
 
 LETTERS = range(105, 131)  # tokens
@@ -51,12 +59,14 @@ class Paced:
         self.starts: list[float] = []  # of the steps
         self.busy_seconds = 0.0  # of the processor, since the warm-up
         self._streams, self._step, self._busy = streams, step, busy
-        self._running: dict[str, tuple[GenerationRequest, OutputCallback]] = {}
+        self._running: dict[str, tuple[GenerationRequest, OutputCallback, TokenCallback]] = {}
         self._all_here = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
-        self._running[request.request_id] = request, on_output
+    def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
+        self._running[request.request_id] = request, on_output, on_token or as_outputs(on_output)
         if len(self._running) == self._streams:
             self._all_here.set()
 
@@ -77,15 +87,13 @@ class Paced:
             count = len(self.starts)
             if count > WARM_UP:
                 self.busy_seconds += time.thread_time() - begun
-            for request, on_output in list(self._running.values()):
-                ends = count >= request.sampling.max_tokens
-                on_output(
-                    TokenOutput(
-                        choice=0, token_id=LETTERS[count % 26], finish_reason="length" if ends else None
-                    )
-                )
-                if ends:
-                    self.abort(request.request_id)
+            token = LETTERS[count % 26]
+            for request, on_output, on_token in list(self._running.values()):
+                if count < request.sampling.max_tokens:
+                    on_token(0, token)
+                    continue
+                on_output(TokenOutput(choice=0, token_id=token, finish_reason="length"))
+                self.abort(request.request_id)
 
 
 class InOneProcess:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 from serve import wire
@@ -16,6 +16,10 @@ from serve.request import EngineProtocol, EngineUnavailable, GenerationRequest, 
 from serve.structured import GrammarSpec
 
 _MUCH = 2**20  # bytes
+
+type _Output = (
+    tuple[int, int] | tuple[range, str, TokenOutput]
+)  # of a choice: a token; of a request: the numbers of all
 
 log = logging.getLogger("tangram.server")
 
@@ -33,10 +37,10 @@ class Caller:
         self._running = wire.Running()
         self._answering: dict[int, asyncio.Task[None]] = {}  # calls
         self._sending: set[asyncio.Task[None]] = set()
-        self._outputs: list[wire.Short | wire.Whole] = []  # since the last message
+        self._outputs: list[_Output] = []  # since the last message
         self._scheduled = False
         # Requests with long parts on their way, and what is to come behind these.
-        self._behind: dict[str, list[wire.Short | wire.Whole]] = {}
+        self._behind: dict[range, list[_Output]] = {}
 
     async def serve(self, end: socket.socket) -> None:
         """Do what it asks for, until it is gone; what it has left running is aborted then."""
@@ -56,7 +60,7 @@ class Caller:
     def _hear(self, message: object) -> None:
         match message:
             case wire.Submit(call, request, spec):
-                self._answer(call, partial(self._submit, request, spec))
+                self._answer(call, partial(self._submit, call, request, spec))
             case wire.Compile(call, spec):
                 self._answer(call, partial(self._compile, spec))
             case wire.AskStats(call):
@@ -89,14 +93,15 @@ class Caller:
         if not dropped or self._writer.transport.get_write_buffer_size() < _MUCH:
             self._writer.write(wire.pack(message))
 
-    async def _submit(self, request: GenerationRequest, spec: GrammarSpec | None) -> None:
+    async def _submit(self, call: int, request: GenerationRequest, spec: GrammarSpec | None) -> None:
         if spec:  # compiled already, unless many others were since
             grammar = await self._grammars.get(spec)
             sampling = dataclasses.replace(request.sampling, grammar=grammar)
             request = dataclasses.replace(request, sampling=sampling)
         self._running.begin(request.request_id, request.n)
         try:
-            answer = self._engine.submit(request, partial(self._post, request.request_id))
+            on_output = partial(self._post, range(call, call + request.n), request.request_id)
+            answer = self._engine.submit(request, on_output, partial(self._post_token, call))
             if answer is not None:
                 await answer
         except Exception:
@@ -109,38 +114,71 @@ class Caller:
     async def _stats(self) -> object:
         return self._engine.stats()
 
-    def _post(self, request_id: str, output: TokenOutput) -> None:
+    def _post(self, numbers: range, request_id: str, output: TokenOutput) -> None:
         """On the engine's thread, which is to lose no time; a step's outputs go together."""
-        self._outputs.append(wire.shortened(request_id, output))
+        self._outputs.append((numbers, request_id, output))
         if not self._scheduled:  # see OutputHub
-            self._scheduled = True
-            with contextlib.suppress(RuntimeError):  # a closed loop: the server is gone
-                self._loop.call_soon_threadsafe(self._send)
+            self._schedule()
+
+    def _post_token(self, first: int, choice: int, token: int) -> None:
+        """The same of what is nothing but a token, of a request whose choices are numbered from `first` on."""
+        self._outputs.append((first + choice, token))
+        if not self._scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        with contextlib.suppress(RuntimeError):  # a closed loop: the server is gone
+            self._loop.call_soon_threadsafe(self._send)
 
     def _send(self) -> None:
         self._scheduled = False
         outputs = self._outputs[:]
         del self._outputs[: len(outputs)]  # more may have come
-        ready = []
+        self._say_all(output for output in outputs if not (self._behind and self._waits(output)))
+
+    def _waits(self, output: _Output) -> bool:
+        """Whether it has to come behind long parts, where it is put then."""
+        number = output[0] if len(output) == 2 else output[0].start
+        for numbers, behind in self._behind.items():
+            if number in numbers:
+                behind.append(output)
+                return True
+        return False
+
+    def _say_all(self, outputs: Iterable[_Output]) -> None:
+        """In their order, and as few messages as that takes."""
+        tokens, others = wire.Tokens.none(), wire.Outputs([])
         for output in outputs:
-            if len(output) == 2 and output[1].finish_reason:
-                self._running.end(output[0], output[1].choice)
-            if output[0] in self._behind:
-                self._behind[output[0]].append(output)
-            elif len(output) == 2 and len(output[1].prompt_logprobs or ()) > wire.PROMPT_PART:
-                self._behind[output[0]] = []
+            if len(output) == 2:
+                if others.outputs:
+                    self.say(others)
+                    others = wire.Outputs([])
+                tokens.numbers.append(output[0])
+                tokens.tokens.append(output[1])
+                continue
+            if tokens.numbers:
+                self.say(tokens)
+                tokens = wire.Tokens.none()
+            numbers, request_id, whole = output
+            if whole.finish_reason:
+                self._running.end(request_id, whole.choice)
+            if len(whole.prompt_logprobs or ()) > wire.PROMPT_PART:
+                self._behind[numbers] = []
                 self._sending.add(task := self._loop.create_task(self._send_parts(*output)))
                 task.add_done_callback(self._sending.discard)
             else:
-                ready.append(output)
-        if ready:
-            self.say(wire.Tokens(ready))
+                others.outputs.append((request_id, whole))
+        if tokens.numbers:
+            self.say(tokens)
+        if others.outputs:
+            self.say(others)
 
-    async def _send_parts(self, request_id: str, output: TokenOutput) -> None:
+    async def _send_parts(self, numbers: range, request_id: str, output: TokenOutput) -> None:
         """An output in pieces, between which others have their turn, and then what came behind it."""
         *parts, last = itertools.batched(output.prompt_logprobs or (), wire.PROMPT_PART)
         for part in parts:
             self.say(wire.PromptPart(request_id, list(part)))
             await asyncio.sleep(0)
         output = dataclasses.replace(output, prompt_logprobs=list(last))
-        self.say(wire.Tokens([(request_id, output), *self._behind.pop(request_id)]))
+        self._say_all([(numbers, request_id, output), *self._behind.pop(numbers)])

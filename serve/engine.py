@@ -5,12 +5,11 @@ import logging
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
+from serve.engine_numbers import EngineNumbers
 from serve.grammar import GrammarFailure
 from serve.handles import Handles, Sampled
 from serve.limits import Limits
@@ -21,15 +20,16 @@ from serve.request import (
     GenerationRequest,
     OutputCallback,
     RequestRejected,
+    TokenCallback,
     TokenOutput,
+    as_outputs,
 )
 from serve.runner import Runner
 from serve.scheduler import Scheduler
-from serve.sequence import ChunkWork, Phase, RowState, Sequence
+from serve.sequence import ChunkWork, Phase, Sequence
 
 MOST_REQUESTS = 4096  # that run or wait
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
-GAUGE_SECONDS = 0.2  # between two looks at all rows for the gauges that need them; at once when idle
 
 log = logging.getLogger("tangram.engine")
 
@@ -65,12 +65,7 @@ class Engine:
         self.failed = False
         self.on_failure: Callable[[], None] = lambda: None
         self._arrivals = 0
-        self._totals = {"steps": 0, "prompt": 0, "prefilled": 0, "generated": 0}
-        self._retired = Counter[str]()  # counters of schedulers before the present one
-        self._gauges: tuple[int, float | None] = 0, None  # pages_stored, retention_reached
-        self._gauges_due = 0.0
-        self._stats = EngineStats(pages_total=num_pages, host_bytes_total=limits.host_bytes)
-        self._page_bytes = runner.cache.pool.nbytes // max(1, num_pages)
+        self._numbers = EngineNumbers(runner, limits, num_pages)
 
     # The side of the HTTP layer: any thread
 
@@ -90,7 +85,9 @@ class Engine:
     def ready(self) -> bool:
         return self._ready and self._thread is not None and self._thread.is_alive()
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
         """See EngineProtocol."""
         self._scheduler.check(len(request.prompt_ids), request.sampling.max_tokens, request.retention)
         try:
@@ -103,15 +100,15 @@ class Engine:
             # Some wait to be taken in.
             if len(self._sequences) + len(self._commands) >= MOST_REQUESTS:
                 raise EngineUnavailable(f"{MOST_REQUESTS} requests are queued already: try again later")
-            self._tell(lambda: self._add(request, on_output))
+            self._tell(lambda: self._add(request, on_output, on_token))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """See EngineProtocol. The row stays for the next turn: of an ended choice, of an ended request its first one's."""
         self._tell(lambda: self._abort(request_id, choice))
 
     def stats(self) -> EngineStats:
-        """The snapshot of the last step."""
-        return self._stats
+        """The last snapshot: of less than some milliseconds and a step ago."""
+        return self._numbers.snapshot
 
     def start(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program, then run the loop in a thread. Blocks while compiling."""
@@ -121,7 +118,7 @@ class Engine:
                 progress(name)
         log.info("Compiled all programs in %.1f s", time.perf_counter() - began)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._update_stats()
+        self._numbers.update(self._scheduler, busy=False)
         self._ready = True
         self._thread.start()
 
@@ -161,7 +158,7 @@ class Engine:
                 log.exception("A command failed while the engine stops")
         if self.failed:
             self._end_all("error", "the engine has lost its device and stops")
-            self._stats = replace(self._stats, requests_running=0, requests_waiting=0)
+            self._numbers.snapshot = replace(self._numbers.snapshot, requests_running=0, requests_waiting=0)
             self.on_failure()
         else:
             with contextlib.suppress(Exception):
@@ -191,11 +188,11 @@ class Engine:
             handles = self._runner.run(work, self._read_all)
             choices = self._scheduler.after_dispatch(work)
             self._under_way.append(_UnderWay([handles, *self._runner.sample_again(choices)], work.chunks))
-            self._totals["steps"] += 1
-            self._totals["prefilled"] += sum(len(chunk.tokens) for chunk in work.chunks)
+            self._numbers.steps += 1
+            self._numbers.prefilled += sum(len(chunk.tokens) for chunk in work.chunks)
         if self._under_way and (not work or len(self._under_way) >= PIPELINE):
             self._read_oldest()
-        self._update_stats()
+        self._numbers.update(self._scheduler, busy=bool(self._busy or self._under_way))
 
     def _read_all(self) -> None:
         while self._under_way:
@@ -220,7 +217,7 @@ class Engine:
         waiting = {i: self._sequences.pop(i) for i in waits[first:]}
         self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
         self._sequences.update(waiting)
-        self._retired.update(self._scheduler.counters)
+        self._numbers.retire(self._scheduler)
         try:
             self._runner.reset()
         except Exception:  # a GPU whose context is lost fails at everything from now on
@@ -231,22 +228,26 @@ class Engine:
         for sequence in (s for sequences in waiting.values() for s in sequences):
             sequence.budgets = self._scheduler.budgets(sequence.request.retention)
             self._scheduler.add(sequence)
-        self._update_stats()
+        self._numbers.update(self._scheduler, busy=False)
         return True
 
-    def _add(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    def _add(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
         if request.request_id in self._sequences:
             sequence = Sequence(request, 0, on_output, 0, 0, self._runner.plan.group_ppm)
             message = f"request id {request.request_id} is in use"
             self._emit(sequence, TokenOutput(finish_reason="error", error=message))
             return
         how, base = request.sampling, request.sampling.seed
+        stops = frozenset(how.stop_token_ids) | {*self._runner.config.eos_token_ids}
         made: list[Sequence] = []
         for choice in range(request.n):
             seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
             self._arrivals += 1
             budgets, first = self._scheduler.budgets(request.retention), made[0] if made else None
             made.append(Sequence(request, choice, on_output, seed, self._arrivals, budgets, parent=first))
+            made[-1].on_token, made[-1].stops = on_token, stops
         self._sequences[request.request_id] = made  # so that whatever fails from here on ends them
         try:
             for sequence in made:
@@ -267,6 +268,7 @@ class Engine:
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        sequence.hand_over = None
         self._scheduler.end(sequence)
         alive = self._sequences.get(sequence.request.request_id, [])
         if sequence in alive:
@@ -279,11 +281,31 @@ class Engine:
     def _read(self, handles: Handles, chunks: list[ChunkWork]) -> None:
         if handles.prompt:
             handles.prompt.note(chunks[0])
+        if (tokens := handles.tokens_alone()) is not None:
+            self._take_tokens(handles.sequences, tokens)
+            return
         for sequence, wrong, sampled in handles.results():
             if handles.counts is not None:
                 self._scheduler.drafting.note(sequence, wrong, len(sampled))
             for one in sampled:
                 self._take(sequence, one)
+
+    def _take_tokens(self, sequences: list[Sequence | None], tokens: list[int]) -> None:
+        """The next token of each of many sequences: `_take` without what those need not that only go on."""
+        for sequence, token in zip(sequences, tokens, strict=False):
+            if sequence is None:
+                continue
+            hand_over, so_far = sequence.hand_over, sequence.tokens
+            if not hand_over or token in sequence.stops or len(so_far) + 1 >= sequence.most_tokens:
+                self._take(sequence, Sampled(token))
+                continue
+            sequence.in_flight -= 1
+            so_far.append(token)
+            self._numbers.generated += 1
+            try:
+                hand_over(sequence.choice, token)
+            except Exception:  # see `_emit`
+                log.exception("The receiver of request %s failed", sequence.request.request_id)
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> None:
         """The next token of a sequence."""
@@ -296,9 +318,9 @@ class Engine:
         if sequence.phase is Phase.CLOSING:
             self._scheduler.close(sequence)
             return
-        self._totals["generated"] += 1
+        self._numbers.generated += 1
         if sequence.choice == 0 and len(sequence.tokens) == sequence.prompt_length + 1:
-            self._totals["prompt"] += sequence.prompt_length
+            self._numbers.prompt += sequence.prompt_length
         output = TokenOutput(
             choice=sequence.choice, token_id=sampled.token, logprob=sampled.logprob, top_logprobs=sampled.top
         )
@@ -341,60 +363,11 @@ class Engine:
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
         if not sequence.announced:
             sequence.announced = True
+            if not sequence.grammar and sequence.phase in (Phase.RUNNING, Phase.WAITING):
+                sequence.hand_over = sequence.on_token or as_outputs(sequence.on_output)
             output.cached_tokens = sequence.cached_tokens or 0
             output.prompt_logprobs = sequence.prompt_logprobs
         try:
             sequence.on_output(output)
         except Exception:  # a listener that is gone must not stop the others
             log.exception("The receiver of request %s failed", sequence.request.request_id)
-
-    def _update_stats(self) -> None:
-        scheduler, counters = self._scheduler, self._retired + self._scheduler.counters
-        host = scheduler.offload.store
-        now = time.monotonic()
-        if now >= self._gauges_due or not (self._busy or self._under_way):
-            self._gauges = scheduler.sessions.pages, self._retention_reached()
-            self._gauges_due = time.monotonic() + GAUGE_SECONDS
-        self._stats = EngineStats(
-            requests_running=len(scheduler.running),
-            requests_waiting=len(scheduler.waiting),
-            pages_used=scheduler.pages.used,
-            pages_total=scheduler.pages.total,
-            page_bytes=self._page_bytes,
-            stored_sessions=len(scheduler.sessions),
-            pages_stored=self._gauges[0],
-            prompt_tokens_total=self._totals["prompt"],
-            prefilled_tokens_total=self._totals["prefilled"],
-            generation_tokens_total=self._totals["generated"],
-            prefix_query_tokens_total=counters["prefix_queries"],
-            prefix_hit_tokens_total=counters["prefix_hits"],
-            preemptions_total=counters["preemptions"],
-            tail_compressions_total=counters["tail_compressions"],
-            drafts_total=counters["drafts"],
-            draft_tokens_total=counters["draft_tokens"],
-            accepted_tokens_total=counters["accepted_tokens"],
-            steps_total=self._totals["steps"],
-            host_sessions=len(host),
-            host_bytes=host.used,
-            host_bytes_total=host.limit,
-            offloaded_tokens_total=counters["offloaded_tokens"],
-            offloaded_bytes_total=counters["offloaded_bytes"],
-            restored_tokens_total=counters["restored_tokens"],
-            restored_bytes_total=counters["restored_bytes"],
-            compilations_after_warmup=self._runner.compilations,
-            retention_target=self._runner.plan.profile.retention,
-            retention_reached=self._gauges[1],
-        )
-
-    def _retention_reached(self) -> float | None:
-        """Entries held, of those that full KV would hold, over the tokens of all rows; None without any."""
-        scheduler, plan = self._scheduler, self._runner.plan
-        states = [s.state for s in scheduler.running if s.state] + [s.state for s in scheduler.sessions]
-        full = sum(s.cached for s in states) * plan.group_of.size
-        held = sum(s.tail for s in states) * plan.group_of.size
-        alike: dict[int, list[RowState]] = {}  # by their budgets, which few have of their own
-        for state in states:
-            alike.setdefault(id(state.budgets), []).append(state)
-        for rows in alike.values():
-            held += plan.entries(np.array([s.compressed for s in rows]), rows[0].budgets)
-        return held / full if full else None

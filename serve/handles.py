@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Handles:
-    """Results under way on the device; row i belongs to sequence i, None where the sample means nothing.
+    """Results under way, to the host's memory; row i belongs to sequence i, None where the sample means nothing.
 
     A step that verified drafts has several tokens in a row, of which the first `right` count.
     """
@@ -58,20 +58,19 @@ class Handles:
     right: jax.Array | None = None  # i32[B]
     counts: np.ndarray | None = None  # i32[B]: the drafts of each row and one
 
-    def sent(self) -> "Handles":
-        """The same, on their way to the host as soon as they are there: a copy that is asked for then takes longer."""
-        scores = (self.logprobs, self.top_ids, self.top_logprobs) if self._has_scores else ()
-        for array in (self.tokens, self.right, *scores):
-            if array is not None:
-                array.copy_to_host_async()
-        return self
-
     @property
     def _has_scores(self) -> bool:
         """Whether there are log-probabilities that somebody wants."""
         return self.logprobs is not None and any(
             s and s.sampling.logprobs is not None for s in self.sequences
         )
+
+    def tokens_alone(self) -> list[int] | None:
+        """Wait for the tokens of all rows, if no sequence has more of them than one and nobody wants scores."""
+        if self.tokens is None or self.right is not None or self._has_scores:
+            return None
+        tokens: list[int] = np.asarray(self.tokens).tolist()
+        return tokens
 
     def results(self) -> Iterator[tuple[Sequence, int, list[Sampled]]]:
         """Wait for them: each sequence, how many of its drafts were wrong, and its tokens."""
@@ -87,11 +86,6 @@ class Handles:
                 np.asarray(x).reshape(*tokens.shape, -1)
                 for x in (self.logprobs, self.top_ids, self.top_logprobs)
             ]
-        if scores is None and self.right is None:  # as most steps are
-            for sequence, token in zip(self.sequences, tokens[:, 0].tolist(), strict=False):
-                if sequence is not None:
-                    yield sequence, 0, [Sampled(token)]
-            return
         for i, sequence in enumerate(self.sequences):
             if sequence is None:
                 continue

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import socket
 from array import array
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import NoReturn
 
 from serve import wire
@@ -17,7 +17,9 @@ from serve.request import (
     GenerationRequest,
     OutputCallback,
     PromptLogprob,
+    TokenCallback,
     TokenOutput,
+    as_outputs,
 )
 from serve.spellings import Spellings
 from serve.structured import GrammarSpec
@@ -44,9 +46,11 @@ class RemoteEngine:
     def __init__(self, facts: wire.Facts) -> None:
         self.max_model_len, self.vocab_size, self.eos_token_ids = facts
         self.ready = True
-        self._numbers = itertools.count()
+        self._next_number = 0
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._receivers: dict[str, OutputCallback] = {}
+        self._numbers: dict[str, range] = {}  # of each one's choices
+        self._token_receivers: dict[int, Callable[[int], None]] = {}  # of these
         self._parts: dict[str, list[PromptLogprob | None]] = {}
         self._running = wire.Running()
         self.spellings = Spellings(tell=lambda text, ids: self._say(wire.Spelled(text, array("i", ids))))
@@ -64,14 +68,20 @@ class RemoteEngine:
 
     # Engine
 
-    async def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    async def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
         """See EngineProtocol."""
         grammar = request.sampling.grammar
         spec = grammar.spec if isinstance(grammar, RemoteGrammar) else None
+        on_token = on_token or as_outputs(on_output)
+        call = self._number(request.n)
         self._receivers[request.request_id] = on_output
+        self._numbers[request.request_id] = range(call, call + request.n)
+        self._token_receivers |= {call + choice: partial(on_token, choice) for choice in range(request.n)}
         self._running.begin(request.request_id, request.n)
         try:
-            await self._call(lambda call: wire.Submit(call, request, spec))
+            await self._call(wire.Submit(call, request, spec))
         except Exception:
             self._end(request.request_id, None)
             raise
@@ -85,7 +95,7 @@ class RemoteEngine:
 
     async def stats(self) -> EngineStats:
         """See EngineProtocol."""
-        stats = await self._call(wire.AskStats)
+        stats = await self._call(wire.AskStats(self._number()))
         assert isinstance(stats, EngineStats)
         return stats
 
@@ -93,7 +103,7 @@ class RemoteEngine:
 
     async def get(self, spec: GrammarSpec) -> Grammar:
         """See Grammars."""
-        await self._call(lambda call: wire.Compile(call, spec))
+        await self._call(wire.Compile(self._number(), spec))
         return RemoteGrammar(spec)
 
     def close(self) -> None:
@@ -104,20 +114,25 @@ class RemoteEngine:
     def _say(self, message: object) -> None:
         self._writer.write(wire.pack(message))
 
-    async def _call(self, make: Callable[[int], object]) -> object:
-        """The answer to what `make` makes of a number. Raises what the engine's process raises."""
+    def _number(self, count: int = 1) -> int:
+        """The first of so many that nothing else has."""
+        number = self._next_number
+        self._next_number += count
+        return number
+
+    async def _call(self, message: wire.Submit | wire.Compile | wire.AskStats) -> object:
+        """The answer. Raises what the engine's process raises."""
         if self._listening.done():
             raise EngineUnavailable("the engine's process has ended")
-        number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        answer = self._calls[message.call] = asyncio.get_running_loop().create_future()
         try:
-            self._say(make(number))
+            self._say(message)
             return await answer
         except asyncio.CancelledError:
-            self._say(wire.Forget(number))
+            self._say(wire.Forget(message.call))
             raise
         finally:
-            del self._calls[number]
+            del self._calls[message.call]
 
     async def _listen(self, reader: asyncio.StreamReader, on_gone: Callable[[], None]) -> None:
         try:
@@ -138,9 +153,12 @@ class RemoteEngine:
 
     def _hear(self, message: object) -> None:
         match message:
-            case wire.Tokens(outputs):
-                for output in outputs:
-                    self._receive(*wire.whole(output))
+            case wire.Tokens(numbers, tokens):
+                for number, token in zip(numbers, tokens, strict=True):
+                    self._receive_token(number, token)
+            case wire.Outputs(outputs):
+                for request_id, output in outputs:
+                    self._receive(request_id, output)
             case wire.PromptPart(request_id, part):
                 if request_id in self._receivers:
                     self._parts.setdefault(request_id, []).extend(part)
@@ -170,7 +188,19 @@ class RemoteEngine:
         except Exception:  # must not stop the others
             log.exception("The receiver of request %s failed", request_id)
 
+    def _receive_token(self, number: int, token: int) -> None:
+        on_token = self._token_receivers.get(number)
+        if on_token is None:  # it was aborted
+            return
+        try:
+            on_token(token)
+        except Exception:  # must not stop the others
+            name = next(name for name, numbers in self._numbers.items() if number in numbers)
+            log.exception("The receiver of request %s failed", name)
+
     def _end(self, request_id: str, choice: int | None) -> None:
         if self._running.end(request_id, choice):
             del self._receivers[request_id]
+            for number in self._numbers.pop(request_id):
+                del self._token_receivers[number]
             self._parts.pop(request_id, None)

@@ -80,6 +80,12 @@ class TokenOutput:
 
 
 OutputCallback = Callable[[TokenOutput], None]
+TokenCallback = Callable[[int, int], None]  # of a choice: a token
+
+
+def as_outputs(on_output: OutputCallback) -> TokenCallback:
+    """For who wants tokens as outputs."""
+    return lambda choice, token: on_output(TokenOutput(choice=choice, token_id=token))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +172,14 @@ class EngineProtocol(Protocol):
     def ready(self) -> bool:
         """Warm-up is done and the engine thread is alive."""
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> Awaitable[None] | None:
+    def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> Awaitable[None] | None:
         """Queue a request; `on_output` is then called, from the engine's thread if it has one, in order within a choice.
 
-        Raises RequestRejected or EngineUnavailable; then `on_output` is never called. An engine elsewhere gives something to
+        If there is `on_token`, it is called instead where an output would be a token and nothing else, as most are: an
+        engine has thousands of them to hand over while a GPU waits.
+        Raises RequestRejected or EngineUnavailable; then nothing is ever called. An engine elsewhere gives something to
         await, which raises them.
         """
 

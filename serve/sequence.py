@@ -9,7 +9,7 @@ import numpy as np
 from serve.grammar import GrammarState
 from serve.pages import Holding
 from serve.prompt_lookup import PromptLookup
-from serve.request import GenerationRequest, OutputCallback, PromptLogprob, SamplingParams
+from serve.request import GenerationRequest, OutputCallback, PromptLogprob, SamplingParams, TokenCallback
 
 
 class Phase(Enum):
@@ -65,14 +65,19 @@ class Sequence:
     announced: bool = False  # the first output was sent
     grammar: GrammarState | None = None  # it has seen every token that was read
     lookup: PromptLookup | None = None  # where its drafts come from, once it may have some
+    on_token: TokenCallback | None = None
+    hand_over: TokenCallback | None = None  # takes its tokens while nothing else may have to be said of them
+    stops: frozenset[int] = frozenset()  # tokens that may end it
     # Of the request, where every step looks them up for every token.
     sampling: SamplingParams = field(init=False)
     prompt_length: int = field(init=False)
+    most_tokens: int = field(init=False)
     _array: np.ndarray | None = None
     _prompt_array: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.sampling, self.prompt_length = self.request.sampling, len(self.request.prompt_ids)
+        self.most_tokens = self.prompt_length + self.sampling.max_tokens
         if not self.tokens:
             self.tokens = self.request.prompt_ids  # of all choices, until there are more: it may be long
         if self.sampling.prompt_logprobs is not None and self.choice == 0:
@@ -122,7 +127,7 @@ class Sequence:
         # As `to_feed`, `left` and `generated` say; spelt out, because every step asks all that run.
         tokens = len(self.tokens) + self.in_flight
         one = tokens == state.compressed + state.tail + 1
-        return one and 0 < tokens - self.prompt_length < self.sampling.max_tokens
+        return one and self.prompt_length < tokens < self.most_tokens
 
     def decodes(self, max_tail: int) -> bool:
         """Whether its next token is sampled by a decode step; false where its tail is to be compressed first."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from serve.drift import DriftMonitor
 from serve.engine import Engine
 from serve.limits import Limits
-from serve.request import EngineStats, GenerationRequest, OutputCallback
+from serve.request import EngineStats, GenerationRequest, OutputCallback, TokenCallback
 from serve.runner import Runner
 
 
@@ -19,9 +19,11 @@ class WatchedEngine(Engine):
         super().__init__(runner, limits, num_pages=num_pages, seed=seed)
         self._drift = drift
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
         """See EngineProtocol."""
-        super().submit(request, on_output)
+        super().submit(request, on_output, on_token)
         self._drift.offer(request.prompt_ids)
 
     def stats(self) -> EngineStats:

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import socket
 import struct
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,7 +46,10 @@ class Setup:
 
 
 class Submit(NamedTuple):
-    """Queue this request; `grammar`: of it, for the engine's process to compile."""
+    """Queue this request; `grammar`: of it, for the engine's process to compile.
+
+    Tokens of its choices come with the numbers from `call` on, which no other call has.
+    """
 
     call: int
     request: GenerationRequest
@@ -99,35 +103,21 @@ class Answer(NamedTuple):
     error: Exception | None = None
 
 
+class Outputs(NamedTuple):
+    """Of requests by their ids."""
+
+    outputs: list[tuple[str, TokenOutput]]
+
+
 class Tokens(NamedTuple):
-    """Outputs of requests, each with the request's id; see `shortened`."""
+    """Outputs that are tokens and nothing else, as most are: all at once, which take no time to pack."""
 
-    outputs: list["Short | Whole"]
+    numbers: array[int]  # of choices, see `Submit`
+    tokens: array[int]
 
-
-type Short = tuple[str, int, int]  # choice, token
-type Whole = tuple[str, TokenOutput]
-
-
-def shortened(request_id: str, output: TokenOutput) -> Short | Whole:
-    """What is a token and nothing else takes a third of the time to pack and unpack as its choice and the token alone."""
-    if (
-        output.token_id is None
-        or output.finish_reason
-        or output.logprob is not None
-        or output.cached_tokens
-        or output.prompt_logprobs is not None
-    ):
-        return request_id, output
-    return request_id, output.choice, output.token_id
-
-
-def whole(output: Short | Whole) -> Whole:
-    """The reverse."""
-    if len(output) == 2:
-        return output
-    request_id, choice, token = output
-    return request_id, TokenOutput(choice=choice, token_id=token)
+    @classmethod
+    def none(cls) -> "Tokens":
+        return cls(array("Q"), array("i"))
 
 
 class PromptPart(NamedTuple):

@@ -16,6 +16,7 @@ from serve.request import (
     OutputCallback,
     PromptLogprob,
     RequestRejected,
+    TokenCallback,
     TokenOutput,
 )
 
@@ -49,7 +50,8 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.aborted: list[tuple[str, int | None]] = []
         self.generated = 0
-        self._queue: queue.Queue[tuple[GenerationRequest, OutputCallback] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[GenerationRequest, OutputCallback, TokenCallback | None] | None]
+        self._queue = queue.Queue()
         self._live: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="fake-engine")
@@ -59,13 +61,15 @@ class FakeEngine:
         self._queue.put(None)
         self._thread.join(timeout=10)
 
-    def submit(self, request: GenerationRequest, on_output: OutputCallback) -> None:
+    def submit(
+        self, request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback | None = None
+    ) -> None:
         if isinstance(self.reject, (RequestRejected, EngineUnavailable)):
             raise self.reject
         self.requests.append(request)
         with self._lock:
             self._live |= {(request.request_id, c) for c in range(request.n)}
-        self._queue.put((request, on_output))
+        self._queue.put((request, on_output, on_token))
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         with self._lock:
@@ -100,9 +104,10 @@ class FakeEngine:
                 item = self._queue.get(block=not running, timeout=None)
                 if item is None:
                     return
-                request, on_output = item
+                request, on_output, on_token = item
                 running += [
-                    _Choice(request, c, self.scripts.get(c, self.script), on_output) for c in range(request.n)
+                    _Choice(request, c, self.scripts.get(c, self.script), on_output, on_token)
+                    for c in range(request.n)
                 ]
                 continue  # let requests that came together start together
             except queue.Empty:
@@ -122,7 +127,7 @@ class FakeEngine:
             time.sleep(0.001)
             return True
         self.generated += output.token_id is not None
-        choice.on_output(output)
+        choice.hand_over(output)
         if output.finish_reason is not None:
             with self._lock:
                 self._live.discard(key)
@@ -132,14 +137,28 @@ class FakeEngine:
 
 class _Choice:
     def __init__(
-        self, request: GenerationRequest, index: int, script: Script, on_output: OutputCallback
+        self,
+        request: GenerationRequest,
+        index: int,
+        script: Script,
+        on_output: OutputCallback,
+        on_token: TokenCallback | None,
     ) -> None:
-        self.request, self.index, self.script, self.on_output = request, index, script, on_output
+        self.request, self.index, self.script = request, index, script
+        self._on_output, self._on_token = on_output, on_token
         self.position = 0
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar else None
         self._random = random.Random(index)
         self._ended = False
+
+    def hand_over(self, output: TokenOutput) -> None:
+        """As an engine does: a token by itself where it is nothing else."""
+        token = output.token_id
+        if self._on_token and token is not None and output == TokenOutput(choice=self.index, token_id=token):
+            self._on_token(self.index, token)
+        else:
+            self._on_output(output)
 
     def _follow(self) -> TokenOutput:
         """A token that the grammar allows, or the end that it has come to."""

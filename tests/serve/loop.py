@@ -115,9 +115,9 @@ class Loop:
         return bool(self.engine._busy or self.engine._under_way)
 
     def step(self) -> None:
-        before = self.engine._totals["steps"], len(self.engine._under_way)
+        before = self.engine._numbers.steps, len(self.engine._under_way)
         self.engine.step()
-        after = self.engine._totals["steps"], len(self.engine._under_way)
+        after = self.engine._numbers.steps, len(self.engine._under_way)
         self._idle_steps = self._idle_steps + 1 if before == after else 0
         assert self._idle_steps < 2 or not self.engine._busy, "nothing can run, and nothing ever will"
         self.check()

@@ -1,6 +1,5 @@
 """Sampling through the engine with a tiny model: seeds, penalties, logprobs, and what ends a choice."""
 
-from typing import Any
 from unittest import mock
 
 import jax
@@ -9,8 +8,6 @@ import pytest
 
 from benchmarks.gpu_program import as_on_hopper
 from serve.handles import Handles
-from serve.request import GenerationRequest, SamplingParams
-from serve.sequence import Sequence
 from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY
 from tests.serve.tiny_engine import (
@@ -168,25 +165,20 @@ def test_rows_are_sent_once_as_long_as_they_are_the_same(engine):
     assert after.hits - before.hits >= 2 * 39 - 1  # every step's and its sampling's
 
 
-class OnDevice:
-    """An array of which only copies are asked."""
-
-    copies = 0
-
-    def copy_to_host_async(self) -> None:
-        self.copies += 1
-
-
-@pytest.mark.parametrize("logprobs", [None, 0])
-def test_results_are_on_their_way_before_they_are_read(logprobs):
-    """Log-probabilities only if somebody wants them."""
-    arrays: list[Any] = [OnDevice() for _ in range(4)]
-    request = GenerationRequest(
-        request_id="", prompt_ids=[1], sampling=SamplingParams(max_tokens=1, logprobs=logprobs)
-    )
-    sequence = Sequence(request, 0, lambda _: None, 0, 0, np.zeros(1, np.int32))
-    Handles([None, sequence], *arrays).sent()
-    assert [array.copies for array in arrays] == [1, *[int(logprobs is not None)] * 3]
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_what_is_read_lies_in_the_hosts_memory(engine, monkeypatch, logprobs):
+    seen = []
+    read = Handles.tokens_alone
+    monkeypatch.setattr(Handles, "tokens_alone", lambda handles: seen.append(handles) or read(handles))
+    engine.answer(tokens_of(9), max_tokens=4, logprobs=logprobs)
+    assert len(seen) == 4
+    for handles in seen:
+        arrays = [handles.tokens]
+        if logprobs:
+            arrays += [handles.logprobs, handles.top_ids, handles.top_logprobs]
+        assert {array.sharding.memory_kind for array in arrays} == {"pinned_host"}
+    state = engine.runner.sampler.state
+    assert "pinned_host" not in {array.sharding.memory_kind for array in jax.tree.leaves(state)}
 
 
 def test_stop_tokens_end_a_choice(engine):

@@ -36,9 +36,9 @@ class Engine(FakeEngine):
     failed = False
     def start(self, progress): pass
     def stop(self): self.close()
-    def submit(self, request, on_output):  # a prompt of one token costs it its device
+    def submit(self, request, on_output, on_token=None):  # a prompt of one token costs it its device
         if len(request.prompt_ids) > 1:
-            return super().submit(request, on_output)
+            return super().submit(request, on_output, on_token)
         self.failed = True
         on_output(TokenOutput(finish_reason="error", error="lost"))
         threading.Thread(target=self.on_failure).start()

@@ -9,6 +9,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,9 +25,11 @@ from serve.request import (
     EngineStats,
     EngineUnavailable,
     GenerationRequest,
+    OutputCallback,
     PromptLogprob,
     RequestRejected,
     SamplingParams,
+    TokenCallback,
     TokenOutput,
 )
 from serve.structured import GrammarSpec
@@ -109,19 +112,59 @@ def test_outputs_are_those_of_the_engine() -> None:
 
 
 def test_what_an_output_holds_arrives() -> None:
-    plain = TokenOutput(choice=1, token_id=7)
-    assert wire.shortened("a", plain) == ("a", 1, 7)
+    """In its order, be it a token alone or more, of whichever choice."""
     several = [
-        plain,
+        TokenOutput(choice=1, token_id=7),
         TokenOutput(token_id=0),
         TokenOutput(token_id=7, logprob=-0.0, top_logprobs=[]),
         TokenOutput(token_id=7, cached_tokens=2, prompt_logprobs=[None, PromptLogprob(-1.0, [(3, -1.0)])]),
         TokenOutput(token_id=7, prompt_logprobs=[]),
-        TokenOutput(token_id=7, finish_reason="stop"),
+        TokenOutput(choice=1, token_id=2**31 - 1),
+        TokenOutput(choice=1, token_id=7, finish_reason="stop"),
         TokenOutput(finish_reason="error", error="it failed", bad_grammar=True),
     ]
-    for output in several:
-        assert wire.whole(pickle.loads(pickle.dumps(wire.shortened("a", output)))) == ("a", output)
+
+    async def test(both: Pair) -> None:
+        def submit(request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback) -> None:
+            for output in several:
+                if output == TokenOutput(choice=output.choice, token_id=output.token_id):
+                    assert output.token_id is not None
+                    on_token(output.choice, output.token_id)
+                else:
+                    on_output(output)
+
+        both.engine.submit = submit  # type: ignore[method-assign, assignment]
+        with mock.patch.object(wire, "pack", wraps=wire.pack) as pack:
+            assert await both.generate(request(n=2)) == several
+        sent = [type(call.args[0]) for call in pack.call_args_list]
+        tokens, outputs = wire.Tokens, wire.Outputs
+        assert [kind for kind in sent if kind in (tokens, outputs)] == [tokens, outputs, tokens, outputs]
+
+    with_pair(test)
+
+
+def test_tokens_go_where_they_are_wanted() -> None:
+    """Of several requests at once, each with a receiver of its own for tokens, one of them aborted."""
+
+    async def test(both: Pair) -> None:
+        receivers: list[TokenCallback] = []
+        submit = lambda _, __, on_token: receivers.append(on_token)  # noqa: E731
+        both.engine.submit = submit  # type: ignore[method-assign, assignment]
+        came: list[tuple[str, int, int]] = []
+        for name in "abc":
+            note = partial(lambda name, choice, token: came.append((name, choice, token)), name)
+            await both.remote.submit(request(name, n=2), lambda _: None, note)
+        both.remote.abort("b")
+        for i, on_token in enumerate(receivers):
+            on_token(1, i)
+            on_token(0, 10 + i)
+        await both.until(lambda: len(came) == 4)
+        assert came == [("a", 1, 0), ("a", 0, 10), ("c", 1, 2), ("c", 0, 12)]
+        both.remote.abort("a")
+        both.remote.abort("c")
+        assert not both.remote._token_receivers and not both.remote._numbers
+
+    with_pair(test)
 
 
 def test_its_facts_and_numbers() -> None:
@@ -322,10 +365,10 @@ def test_scores_of_long_prompts_come_in_parts_between_which_others_have_their_tu
     async def test(both: Pair) -> None:
         emitted = iter(range(2))
 
-        def submit(request: GenerationRequest, on_output: Callable[[TokenOutput], None]) -> None:
+        def submit(request: GenerationRequest, on_output: OutputCallback, on_token: TokenCallback) -> None:
             if request.request_id == "long":  # what is behind it has to wait
                 on_output(TokenOutput(token_id=7, prompt_logprobs=scores))
-                on_output(TokenOutput(token_id=8))
+                on_token(0, 8)
                 on_output(TokenOutput(token_id=9, finish_reason="length"))
             else:
                 on_output(TokenOutput(token_id=next(emitted), finish_reason="length"))

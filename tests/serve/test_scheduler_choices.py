@@ -46,17 +46,17 @@ def test_choices_that_waited_fork_another_one_once_the_first_has_ended(max_store
             bench.abort(job, choice)
     job.check()
     window = make_plan().window
-    assert bench.engine._totals["prefilled"] <= 60 + 15 * (window + 1)
+    assert bench.engine._numbers.prefilled <= 60 + 15 * (window + 1)
 
 
 def test_choices_of_a_stored_prompt_sample_from_its_logits_too():
     bench = loop(plan=make_plan())
     bench.run(prompt(60), max_tokens=4, ignore_eos=True)
-    before = bench.engine._totals["prefilled"]
+    before = bench.engine._numbers.prefilled
     job = bench.run(prompt(60), n=3, max_tokens=4, ignore_eos=True)
     job.check()
     assert job.cached > 0
-    assert bench.engine._totals["prefilled"] - before <= 8 + 1  # once the window and the last token
+    assert bench.engine._numbers.prefilled - before <= 8 + 1  # once the window and the last token
 
 
 def test_choices_wait_for_the_pages_of_their_copies():

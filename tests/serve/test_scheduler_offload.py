@@ -162,12 +162,12 @@ def test_a_preempted_generation_goes_on_without_its_prompt():
     bench.engine._under_way.append(_UnderWay([bench.runner.run(work, None)], None))
     known = len(sequence.tokens)
     assert (sequence.in_flight, sequence.state.cached) == (2, known + 1)
-    prefilled = bench.engine._totals["prefilled"]
+    prefilled = bench.engine._numbers.prefilled
     bench.scheduler._preempt(sequence)
     assert hosted(bench) == [known]
     bench.drain()
     job.check()
-    assert bench.engine._totals["prefilled"] - prefilled == PLAN.window  # two tokens to feed: a chunk
+    assert bench.engine._numbers.prefilled - prefilled == PLAN.window  # two tokens to feed: a chunk
     assert not hosted(bench)
 
 
