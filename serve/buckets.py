@@ -25,6 +25,11 @@ class Shape(NamedTuple):
     drafts: int = 0  # of each decode slot
 
     @property
+    def rows_alone(self) -> bool:
+        """Whether all that its program is given is rows that decode: those of the step before, mostly."""
+        return not self.chunk and not self.drafts
+
+    @property
     def name(self) -> str:
         chunks = f"chunk of {self.chunk}" if self.places == 1 else f"{self.places} chunks in {self.chunk}"
         parts = [chunks] if self.chunk else []

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from serve.buckets import Buckets, pad
+from serve.buckets import Buckets, Shape, pad
 from serve.sequence import ChunkWork, Sequence, Work
 from tangram_jax.packed import Packed, packed_slots
 from tangram_jax.step import Chunk
@@ -15,27 +17,65 @@ from tangram_jax.step import Chunk
 class Drafts(NamedTuple):
     """Drafts of the tokens after the next one of each decode slot."""
 
-    tokens: np.ndarray  # i32[decode slots, most]
-    counts: np.ndarray  # i32[decode slots]: tokens of each slot that are there, the next one too: at least 1
+    tokens: Any  # i32[decode slots, most]
+    counts: Any  # i32[decode slots]: tokens of each slot that are there, the next one too: at least 1
 
     @classmethod
     def none(cls, slots: int, most: int) -> "Drafts":
         return cls(np.zeros((slots, most), np.int32), np.ones(slots, np.int32))
 
 
+class Arguments(NamedTuple):
+    """Of one step, i32 all: as arrays of the host, or inside a program."""
+
+    rows: Any  # [R]: of the cache, of each row of logits: of a number of no row they mean nothing. The decode slots' last
+    chunk: Chunk | Packed | None = None
+    next_tokens: Any = None  # [T]: of a chunk whose every token is scored
+    drafts: Drafts | None = None
+
+    @classmethod
+    def none(cls, shape: Shape, no_row: int) -> "Arguments":
+        """Of a step of that shape which does nothing."""
+        slots, places = shape.slots or 0, shape.places if shape.chunk else 0
+        chunk: Chunk | Packed | None = None
+        if shape.chunk:
+            tokens = np.zeros(shape.chunk, np.int32)
+            chunk = Chunk(np.int32(0), tokens, np.int32(1))
+            if places > 1:
+                chunk = Packed(np.full(places, no_row, np.int32), tokens, np.zeros(places, np.int32))
+        return cls(
+            np.full(places + slots, no_row, np.int32),
+            chunk,
+            np.zeros(shape.chunk or 0, np.int32) if shape.scores else None,
+            Drafts.none(slots, shape.drafts) if shape.drafts else None,
+        )
+
+    def flat(self) -> np.ndarray:
+        """All in one array: each takes the host as long as some twenty weights to hand to a program."""
+        if self.chunk is None and self.drafts is None:
+            rows: np.ndarray = self.rows
+            return rows
+        return np.concatenate([np.ravel(part) for part in jax.tree.leaves(self)])
+
+    @classmethod
+    def of(cls, flat: jax.Array, shape: Shape) -> "Arguments":
+        """What `flat` was made of."""
+        parts, tree = jax.tree.flatten(cls.none(shape, 0))
+        ends = np.cumsum([part.size for part in parts])[:-1].tolist()
+        split = jnp.split(jnp.asarray(flat), ends)
+        return jax.tree.unflatten(tree, [a.reshape(part.shape) for a, part in zip(split, parts, strict=True)])
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of one step. Row i of its logits is of `sequences[i]` (None: it means nothing) and of row `logits_of[i]`.
+    """What one step is given. Row i of its logits is of `sequences[i]` (None: it means nothing).
 
-    With `drafts` a row of them is a slot's: as many logits, one after each token.
+    With drafts a row of them is a slot's: as many logits, one after each token.
     """
 
-    chunk: Chunk | Packed | None
-    rows: np.ndarray | None  # i32[decode slots]
-    next_tokens: np.ndarray | None  # i32[T]: of a chunk whose every token is scored
+    shape: Shape
+    arguments: Arguments
     sequences: list[Sequence | None]
-    logits_of: list[int]
-    drafts: Drafts | None = None
 
     @cached_property
     def follows_grammar(self) -> bool:
@@ -46,7 +86,7 @@ class Inputs:
 def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
     """The least program that does `work`, its empty places filled with `num_rows`, which is no row."""
     chunk: Chunk | Packed | None = None
-    following = slots = drafts = None
+    following = drafts = size = slots = None
     places = len(work.chunks)
     if len(work.chunks) > 1:
         tokens = sum(packed_slots(len(c.tokens)) for c in work.chunks)
@@ -70,16 +110,11 @@ def inputs_of(work: Work, buckets: Buckets, num_rows: int) -> Inputs:
     elif work.decode:
         slots = buckets.batch(len(work.decode))
     sequences = [c.sequence if c.last else None for c in work.chunks]
-    logits_of = [_row(c.sequence) if c.last else num_rows for c in work.chunks]
-    empty = places - len(work.chunks)
-    sequences += [*[None] * empty, *work.decode]
-    logits_of += [num_rows] * empty
-    rows = None
-    if slots is not None:
-        rows = np.full(slots, num_rows, np.int32)
-        rows[: len(work.decode)] = [_row(s) for s in work.decode]
-        logits_of += rows.tolist()
-    return Inputs(chunk, rows, following, sequences, logits_of, drafts)
+    sequences += [*[None] * (places - len(work.chunks)), *work.decode]
+    rows = np.full(places + (slots or 0), num_rows, np.int32)
+    rows[: len(sequences)] = [num_rows if s is None else _row(s) for s in sequences]
+    shape = Shape(size, max(places, 1), slots, work.scores_prompt, buckets.drafts if work.drafts else 0)
+    return Inputs(shape, Arguments(rows, chunk, following, drafts), sequences)
 
 
 def _row(sequence: Sequence) -> int:

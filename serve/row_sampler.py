@@ -143,13 +143,17 @@ class RowSampler:
         sequences: list[Sequence | None],
         rows: jax.Array,
         drafts: Drafts,
+        counts: np.ndarray,
     ) -> tuple[Handles, jax.Array]:
-        """The tokens of each of `rows` for as long as its drafts are right; `tail` i32[rows] without those that are not."""
+        """The tokens of each of `rows` for as long as its drafts are right; `tail` i32[rows] without those that are not.
+
+        `counts`: the drafts' on the host.
+        """
         masks, variant = self._needs(sequences, len(rows))
         tokens, right, logprobs, ids, tops, self.state, tail = self.run_drafts(
             logits, self.state, tail, rows, drafts, *masks, variant=variant
         )
-        handles = Handles(sequences, tokens, logprobs, ids, tops, right=right, counts=drafts.counts)
+        handles = Handles(sequences, tokens, logprobs, ids, tops, right=right, counts=counts)
         return handles, tail
 
     def _needs(self, sequences: list[Sequence | None], size: int) -> tuple[tuple[np.ndarray, ...], Variant]:
@@ -199,7 +203,7 @@ class RowSampler:
             self.state,
             tail,
             *self._no_rows(count),
-            Drafts.none(count, drafts),
+            jax.device_put(Drafts.none(count, drafts), self._device),
             *self._no_masks(count, masked),
         )
 

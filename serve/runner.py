@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
 from serve.handles import TOP_LOGPROBS, Handles, PromptScores
-from serve.inputs import Drafts, Inputs, inputs_of
+from serve.inputs import Arguments, Drafts, inputs_of
 from serve.program_store import ProgramStore
 from serve.request import SamplingParams
 from serve.row_changes import Kind, RowChanges
@@ -32,7 +32,6 @@ from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
 from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
-from tangram_jax.packed import Packed
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
 from tangram_jax.sharding import TensorParallel
@@ -94,7 +93,11 @@ class Runner(RowCopies):
         self.num_rows = num_rows
         # Of the last step, and the row of them that is of each last chunk.
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
-        self._given: tuple[Work | None, Inputs] = None, Inputs(None, None, None, [], [])
+        self._given: tuple[Work | None, Any, Any] = (
+            None,
+            None,
+            None,
+        )  # the last step's inputs, and those that a program has
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._cache: Cache
         self._changes = RowChanges(plan, num_rows)
@@ -116,7 +119,14 @@ class Runner(RowCopies):
             run_step = store.keep("step", run_step, _like_step)
         linked = "links" in self.params
         options, others = (compiler_options(devices, linked=linked, alone=alone) for alone in (False, True))
-        program = partial(jax.jit, run_step, donate_argnums=1, static_argnames="all_logits")
+        here = self._everywhere if parallel else SingleDeviceSharding(self._device)
+        program = partial(
+            jax.jit,
+            run_step,
+            donate_argnums=1,
+            static_argnames="shape",
+            out_shardings=(None, None, None, here),
+        )
         with_chunk = program(compiler_options=options)
         # With a chunk, beside decode tokens or not, and of decode tokens alone.
         self._steps = with_chunk, with_chunk if others == options else program(compiler_options=others)
@@ -164,35 +174,35 @@ class Runner(RowCopies):
         params: Any,
         cache: Cache,
         sampler_ints: jax.Array,
-        chunk: Chunk | Packed | None,
-        rows: jax.Array | None,
-        next_tokens: jax.Array | None,
-        drafts: Drafts | None,
+        flat: jax.Array,
         *,
-        all_logits: bool = False,
-    ) -> tuple[jax.Array, Cache, tuple[jax.Array, ...] | None]:
-        last = sampling.Ints.LAST_TOKEN
+        shape: Shape,
+    ) -> tuple[jax.Array, Cache, tuple[jax.Array, ...] | None, tuple[jax.Array, Drafts | None] | None]:
+        """`flat` of `Arguments`. Returns the logits, the cache, the scores of a prompt and what the sampler is given of
+        `flat`, if that is not all of it.
+        """
+        all_rows, chunk, next_tokens, drafts = Arguments.of(flat, shape)
         decode = None
-        if rows is not None:
-            tokens = sampler_ints.at[rows, last].get(mode="fill", fill_value=0)
+        if shape.slots:
+            rows = all_rows[-shape.slots :]
+            tokens = sampler_ints.at[rows, sampling.Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
             decode = Decode(rows, tokens)
             if drafts is not None:
                 tokens = jnp.concatenate([tokens[:, None], drafts.tokens], axis=1)
                 decode = Decode(rows, tokens, drafts.counts)
         run = self._parallel.step if self._parallel else partial(step, config=self.config, plan=self.plan)
         logits, cache = run(
-            params, scorer=self._scorer, cache=cache, chunk=chunk, decode=decode, all_logits=all_logits
+            params, scorer=self._scorer, cache=cache, chunk=chunk, decode=decode, all_logits=shape.scores
         )
-        if not all_logits:
-            return logits, cache, None
-        assert isinstance(chunk, Chunk) and next_tokens is not None
+        rest = None if shape.rows_alone else (all_rows, drafts)
+        if not shape.scores:
+            return logits, cache, None, rest
+        assert isinstance(chunk, Chunk)
         scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
-        return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores
+        return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores, rest
 
-    def _step(
-        self, params: Any, cache: Cache, sampler_ints: jax.Array, chunk: Any, *rest: Any, **static: Any
-    ) -> Any:
-        return self._steps[chunk is None](params, cache, sampler_ints, chunk, *rest, **static)
+    def _step(self, *given: Any, shape: Shape) -> Any:
+        return self._steps[not shape.chunk](*given, shape=shape)
 
     def run(self, work: Work, read_all: Callable[[], None]) -> Handles:
         """Dispatch one step and the sampling of its tokens.
@@ -201,13 +211,14 @@ class Runner(RowCopies):
         while the device runs the step.
         """
         if self._given[0] is not work:  # many steps in a row may be the same
-            self._given = work, inputs_of(work, self.buckets, self.num_rows)
-        given = self._given[1]
-        slots = None if given.rows is None else self._on_device(given.rows)
-        logits, self.cache, scores = self._step(
-            self.params, self.cache, self.sampler.state.ints, given.chunk, slots, given.next_tokens, given.drafts,
-            all_logits=work.scores_prompt,
-        )  # fmt: skip
+            given = inputs_of(work, self.buckets, self.num_rows)
+            flat = given.arguments.flat()
+            self._given = work, given, self._on_device(flat) if given.shape.rows_alone else flat
+        _, given, flat = self._given
+        logits, self.cache, scores, rest = self._step(
+            self.params, self.cache, self.sampler.state.ints, flat, shape=given.shape
+        )
+        rows, drafts = rest or (flat, None)
         self._last_logits = logits, {c.sequence: i for i, c in enumerate(work.chunks) if c.last}
         sequences = given.sequences
         prompt = PromptScores(*scores) if scores else None
@@ -215,10 +226,10 @@ class Runner(RowCopies):
             return Handles([], None, prompt=prompt)
         if given.follows_grammar:
             read_all()
-        rows = self._on_device(given.logits_of)
-        if given.drafts is None:
+        if drafts is None:
             return self.sampler.sample(logits, sequences, rows, prompt)
-        handles, tail = self.sampler.sample_drafts(logits, self.cache.tail, sequences, rows, given.drafts)
+        counts = given.arguments.drafts.counts
+        handles, tail = self.sampler.sample_drafts(logits, self.cache.tail, sequences, rows, drafts, counts)
         self.cache = dataclasses.replace(self.cache, tail=tail)
         return handles
 
@@ -294,7 +305,7 @@ class Runner(RowCopies):
             yield name
             result = function(*arguments(), **static)
             if function in self._steps:
-                _, self.cache, _ = result
+                _, self.cache, *_ = result
             elif function is sampler.run:
                 *_, sampler.state = result
             else:
@@ -311,7 +322,7 @@ class Runner(RowCopies):
         b = self.buckets
         for shape in b.shapes:
             arguments = partial(self._step_arguments, shape)
-            yield Program(shape.name, self._steps[not shape.chunk], arguments, {"all_logits": shape.scores})
+            yield Program(shape.name, self._steps[not shape.chunk], arguments, {"shape": shape})
         yield from self.sampler.programs(b)
 
     def _warm_tables(self) -> Any:
@@ -328,24 +339,18 @@ class Runner(RowCopies):
         return self.cache.table, self.sampler.state.seen, first
 
     def _step_arguments(self, shape: Shape) -> tuple[Any, ...]:
-        chunk: Chunk | Packed | None = None
-        if shape.chunk:
-            count, tokens = shape.places, np.zeros(shape.chunk, np.int32)
-            chunk = Chunk(np.int32(0), tokens, np.int32(1))
-            if count > 1:
-                rows = np.full(count, self.num_rows, np.int32)
-                chunk = Packed(rows, tokens, np.zeros(count, np.int32))
-        slots = None if shape.slots is None else self._on_device([self.num_rows] * shape.slots)
-        following = tokens if shape.scores else None
-        drafts = Drafts.none(shape.slots or 0, shape.drafts) if shape.drafts else None
+        flat: Any = Arguments.none(shape, self.num_rows).flat()
+        if shape.rows_alone:
+            flat = self._on_device(flat)
         params = self._parallel.in_passing(self.params) if self._parallel else self.params
-        return params, self.cache, self.sampler.state.ints, chunk, slots, following, drafts
+        return params, self.cache, self.sampler.state.ints, flat
 
 
 def _send(place: Any, rows: bytes) -> jax.Array:
     return jax.device_put(np.frombuffer(rows, np.int32), place)
 
 
-def _like_step(params: Any, cache: Cache, *rest: Any, all_logits: bool = False) -> Any:
+def _like_step(params: Any, cache: Cache, *rest: Any, shape: Shape) -> Any:
     """The tree structure of what `Runner._step_program` returns."""
-    return 0, cache, (0, 0, 0) if all_logits else None
+    drafts = Drafts(0, 0) if shape.drafts else None
+    return 0, cache, (0, 0, 0) if shape.scores else None, None if shape.rows_alone else (0, drafts)

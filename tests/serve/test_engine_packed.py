@@ -132,8 +132,8 @@ def test_few_decode_tokens_beside_a_chunk_take_a_program_of_few_slots(tiny, monk
 
     def record(work, buckets, num_rows):
         given = inputs_of(work, buckets, num_rows)
-        if work.chunks and given.rows is not None:
-            seen.add((len(work.chunks) > 1, len(work.decode), len(given.rows)))
+        if given.shape.chunk and given.shape.slots:
+            seen.add((len(work.chunks) > 1, len(work.decode), given.shape.slots))
         return given
 
     monkeypatch.setattr(runner, "inputs_of", record)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_program import as_on_hopper
+from serve.buckets import Shape
 from serve.handles import Handles
 from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY
@@ -161,8 +162,8 @@ def test_rows_are_sent_once_as_long_as_they_are_the_same(engine):
     before = engine.runner._sent.cache_info()
     assert engine.answer(tokens_of(5), max_tokens=40).tokens == greedy(tokens_of(5), 40)
     after = engine.runner._sent.cache_info()
-    assert after.misses - before.misses <= 3  # the prompt's, none beside it, all other steps'
-    assert after.hits - before.hits >= 2 * 39 - 1  # every step's and its sampling's
+    assert after.misses - before.misses <= 1  # of all steps but the prompt's
+    assert after.hits - before.hits <= 6  # nor are they looked for in every step
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -251,5 +252,5 @@ def test_what_the_compiler_is_told_on_a_gpu():
     assert runner._steps[0] is not runner._steps[1]
     warmed = [(p.name, p.function) for p in runner._programs() if p.function in runner._steps]
     assert {("chunk" in name, runner._steps.index(f)) for name, f in warmed} == {(True, 0), (False, 1)}
-    runner._steps = (lambda *_: "with a chunk", lambda *_: "alone")
-    assert [runner._step(None, None, None, chunk) for chunk in (None, "some")] == ["alone", "with a chunk"]
+    runner._steps = (lambda **_: "with a chunk", lambda **_: "alone")
+    assert [runner._step(shape=Shape(chunk)) for chunk in (None, 8)] == ["alone", "with a chunk"]

@@ -267,7 +267,7 @@ def tiny_engine(
         host_bytes=host_bytes,
         least_shared=least_shared,
         drafts=drafts,
-        drafting=RUNNING,
+        drafting=RUNNING if drafts else 0,
         lookup=(1, 3),  # random tokens are rarely the same twice in a row
     )
     engine = (
