@@ -19,7 +19,7 @@ from tangram_jax.offload import set_counts
 from tangram_jax.plan import CachePlan
 
 SIZES = (1, 4, 16)  # rows of the programs, ascending
-Kind = Literal["budgets", "trims", "rollbacks", "counts", "pages"]
+Kind = Literal["releases", "budgets", "trims", "rollbacks", "counts", "pages"]
 BEFORE_PAGES: tuple[Kind, ...] = ("trims", "rollbacks", "counts")
 
 
@@ -52,7 +52,7 @@ def change(plan: CachePlan, cache: Cache, changes: jax.Array) -> Cache:
 
 
 class RowChanges:
-    """What rows of the cache wait for: budgets, pages to give back, tokens to forget, other counts, pages to have.
+    """What rows of the cache wait for: their end, budgets, pages to give back, tokens to forget, other counts, more pages.
 
     Whoever does anything else with the cache makes them first. They are made kind by kind, so that pages are given back
     before others are taken: a row's own come in that order, or are made before the next one waits.
@@ -60,7 +60,8 @@ class RowChanges:
 
     def __init__(self, plan: CachePlan, num_rows: int) -> None:
         self._plan, self._num_rows = plan, num_rows
-        self._waiting: dict[Kind, dict[int, Any]] = {kind: {} for kind in ("budgets", *BEFORE_PAGES, "pages")}
+        kinds: tuple[Kind, ...] = ("releases", "budgets", *BEFORE_PAGES, "pages")
+        self._waiting: dict[Kind, dict[int, Any]] = {kind: {} for kind in kinds}
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
@@ -68,7 +69,7 @@ class RowChanges:
     @property
     def pressing(self) -> bool:
         """Whether the next step needs them: pages are given back in time if that is before others are taken."""
-        return any(rows for kind, rows in self._waiting.items() if kind != "trims")
+        return any(rows for kind, rows in self._waiting.items() if kind not in ("releases", "trims"))
 
     def wait(self, kind: Kind, row: int, what: Any) -> bool:
         """Whether the change waits now. False where those of its row that do have to be made before it.
@@ -81,6 +82,12 @@ class RowChanges:
         self._waiting[kind][row] = what
         return True
 
+    def release(self, row: int) -> None:
+        """The row is empty from now on, whatever it waited for."""
+        for rows in self._waiting.values():
+            rows.pop(row, None)
+        self._waiting["releases"][row] = None
+
     def clear(self) -> None:
         for rows in self._waiting.values():
             rows.clear()
@@ -88,6 +95,8 @@ class RowChanges:
     def make(self, cache: Cache) -> Cache:
         """Nothing waits any more."""
         waiting, self._waiting = self._waiting, {kind: {} for kind in self._waiting}
+        for rows, _ in batches(waiting["releases"], self._num_rows):
+            cache = tables.release(self._plan, cache, rows)
         for rows, own in batches(waiting["budgets"], self._num_rows):
             cache = tables.set_budgets(self._plan, cache, rows, np.array(own, np.int32))
         pages = [*batched(waiting["pages"].items(), SIZES[-1])]
@@ -114,9 +123,9 @@ class RowChanges:
         """Run all programs once, on no row."""
         for size in SIZES:
             rows = np.full(size, self._num_rows, np.int32)
-            cache = tables.set_budgets(
-                self._plan, cache, rows, np.array([self._plan.group_ppm] * size, np.int32)
-            )
+            own = np.array([self._plan.group_ppm] * size, np.int32)
+            cache = tables.release(self._plan, cache, rows)
+            cache = tables.set_budgets(self._plan, cache, rows, own)
             for kinds in (1, 1 + len(BEFORE_PAGES)):
                 nothing = np.full((kinds, size, 3), self._num_rows, np.int32)
                 cache = change(self._plan, cache, nothing)

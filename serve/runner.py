@@ -278,7 +278,7 @@ class Runner(RowCopies):
         self.cache = tables.fork(self.plan, self.cache, np.int32(src), np.int32(dst))
 
     def release(self, row: int) -> None:
-        self.cache = tables.release(self.plan, self.cache, np.int32(row))
+        self._changes.release(row)
 
     def start(self, sequence: Sequence) -> None:
         self.sampler.start(sequence)
@@ -331,6 +331,7 @@ class Runner(RowCopies):
         self.fork(0, 1 % self.num_rows)
         self.release(0)
         self.release(1 % self.num_rows)
+        self._make_changes()
         if self.transfers:
             self.cache = self.transfers.warm_up(self.cache)
         self.sampler.warm_marks()

@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels import byte_pages
 from tangram_jax.plan import MAX_TOKENS, CachePlan
 from tangram_jax.rings import SlidingLayers
-from tangram_jax.row_numbers import known_rows, whole
+from tangram_jax.row_numbers import known_rows, one_row, whole
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
 NO_PAGE = -1
@@ -184,14 +184,6 @@ def check_plan(plan: CachePlan, cache: Cache) -> None:
         )
 
 
-def _one_row(cache: Cache, row: Any) -> jax.Array:
-    """`cache.known(row)`. Raises ValueError for several."""
-    row = cache.known(row)
-    if row.ndim:
-        raise ValueError(f"rows {[*row.shape]}: give one at a time, as a number")
-    return row
-
-
 def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any, Any]) -> jax.Array:
     """`rows` i32[N], and `cache.num_rows` for each that has not reserved what it is to hold.
 
@@ -222,10 +214,18 @@ def check_model(plan: CachePlan, model_config: Any) -> None:
         )
 
 
-def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array) -> Cache:
-    """One owner fewer for `pages` i32[n] where `given` bool[n]; those without any go back on the stack."""
-    owners = cache.owners.at[jnp.where(given, pages, cache.num_pages)].add(-1, mode="drop")
+def _return_pages(cache: Cache, pages: jax.Array, given: jax.Array, *, shared: bool = False) -> Cache:
+    """One owner fewer for `pages` i32[n] where `given` bool[n]; those without any go back on the stack.
+
+    `shared`: some may be there more than once.
+    """
+    place = jnp.where(given, pages, cache.num_pages)
+    owners = cache.owners.at[place].add(-1, mode="drop")
     freed = given & (owners[pages] == 0)
+    if shared:
+        order = jnp.arange(pages.size, dtype=jnp.int32)
+        first = jnp.full_like(owners, pages.size).at[place].min(order, mode="drop")
+        freed &= first[pages] == order
     at = jnp.where(freed, cache.num_free + jnp.cumsum(freed) - 1, cache.num_pages)
     return replace(
         cache,
@@ -296,11 +296,11 @@ def trim(plan: CachePlan, cache: Cache, row: jax.Array, tokens: jax.Array, tail:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def release(plan: CachePlan, cache: Cache, row: jax.Array) -> Cache:
-    """Give back every page of `row`, and forget its tokens and own budgets. ValueError, as in `fork`, for several rows."""
+    """Give back every page of `row`, one or several i32[N], all different, and forget its tokens and own budgets."""
     check_plan(plan, cache)
-    row = _one_row(cache, row)
-    pages = cache.row(row).pages
-    cache = _return_pages(cache, pages, pages != NO_PAGE)
+    row = cache.known(row)
+    pages = cache.row(row).pages.reshape(-1)
+    cache = _return_pages(cache, pages, pages != NO_PAGE, shared=row.size > 1)
     return replace(
         cache,
         table=cache.table.at[row].set(NO_PAGE),
@@ -338,7 +338,7 @@ def fork(plan: CachePlan, cache: Cache, src: jax.Array, dst: jax.Array) -> Cache
     """
     check_plan(plan, cache)
     layout, size = cache.layout, plan.page_size
-    src, dst = _one_row(cache, src), _one_row(cache, dst)
+    src, dst = one_row(src, cache.num_rows), one_row(dst, cache.num_rows)
     pages, tokens, tail, budgets = cache.row(src)
     held = pages != NO_PAGE
     full = plan.shared_group_pages(tokens, budgets)

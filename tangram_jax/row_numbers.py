@@ -38,3 +38,11 @@ def known_rows(rows: Any, num_rows: int) -> jax.Array:
     """
     rows = whole("rows", rows)
     return jnp.where((rows >= 0) & (rows < num_rows), rows, num_rows)
+
+
+def one_row(row: Any, num_rows: int) -> jax.Array:
+    """The same of one. Raises ValueError for several."""
+    row = known_rows(row, num_rows)
+    if row.ndim:
+        raise ValueError(f"rows {[*row.shape]}: give one at a time, as a number")
+    return row

@@ -80,7 +80,7 @@ class Both:
         self.at_once = AT_ONCE[kind](self.at_once, np.int32(row), what)
 
     def release(self, row):
-        self.waits = tables.release(PLAN, self.changes.make(self.waits), np.int32(row))
+        self.changes.release(row)
         self.at_once = tables.release(PLAN, self.at_once, np.int32(row))
 
 
@@ -185,6 +185,29 @@ def test_a_crowd_takes_what_a_crowd_gives_back():
     assert not int(cache.num_free)
     owned = np.asarray(cache.table != NO_PAGE).sum(axis=1)
     assert owned.tolist() == [0] * 20 + [PLAN.pages(40, 4)] * 20
+
+
+def test_a_crowd_that_ends_costs_few_programs_once_its_pages_are_wanted():
+    """With one that waited for other things, and comes again at once."""
+    calls: Counter[str] = Counter()
+    changes, cache = RowChanges(PLAN, ROWS), new_cache()
+    for row in range(ROWS):
+        assert changes.wait("pages", row, (10, 2))
+    cache = changes.make(cache)
+    assert changes.wait("rollbacks", 3, 1)
+    assert changes.wait("pages", 3, (10, 8))
+    for row in range(ROWS):
+        changes.release(row)
+    assert changes
+    assert not changes.pressing
+    assert changes.wait("budgets", 3, PLAN.budgets_at(0.2))
+    assert changes.wait("pages", 3, (30, 0))
+    assert changes.pressing
+    with counted(tables, "release", calls), counted(row_changes, "change", calls):
+        cache = changes.make(cache)
+    assert calls == {"release": 2, "change": 1}
+    owned = int(PLAN.group_pages(30, 0, PLAN.budgets_at(0.2)).sum())
+    assert int((cache.table != NO_PAGE).sum()) == owned == PAGES - int(cache.num_free)
 
 
 def test_rows_that_wait_are_there_for_whoever_looks():
