@@ -147,20 +147,19 @@ class Caller:
         return False
 
     def _say_all(self, outputs: Iterable[_Output]) -> None:
-        """In their order, and as few messages as that takes."""
-        tokens, others = wire.Tokens.none(), wire.Outputs([])
+        """Each choice's in their order, and as few messages as that takes: tokens, then others."""
+        tokens, others, in_others = wire.Tokens.none(), wire.Outputs([]), set[int]()
         for output in outputs:
             if len(output) == 2:
-                if others.outputs:
-                    self.say(others)
-                    others = wire.Outputs([])
-                tokens.numbers.append(output[0])
-                tokens.tokens.append(output[1])
+                number, token = output
+                if number in in_others:
+                    self._say_both(tokens, others)
+                    tokens, others, in_others = wire.Tokens.none(), wire.Outputs([]), set()
+                tokens.numbers.append(number)
+                tokens.tokens.append(token)
                 continue
-            if tokens.numbers:
-                self.say(tokens)
-                tokens = wire.Tokens.none()
             numbers, request_id, whole = output
+            in_others.add(numbers[whole.choice])
             if whole.finish_reason:
                 self._running.end(request_id, whole.choice)
             if len(whole.prompt_logprobs or ()) > wire.PROMPT_PART:
@@ -169,6 +168,9 @@ class Caller:
                 task.add_done_callback(self._sending.discard)
             else:
                 others.outputs.append((request_id, whole))
+        self._say_both(tokens, others)
+
+    def _say_both(self, tokens: wire.Tokens, others: wire.Outputs) -> None:
         if tokens.numbers:
             self.say(tokens)
         if others.outputs:

@@ -107,7 +107,9 @@ class Engine:
         self._tell(lambda: self._abort(request_id, choice))
 
     def stats(self) -> EngineStats:
-        """The last snapshot: of less than some milliseconds and a step ago."""
+        """The last snapshot, of some milliseconds and a step ago at most. Before an answer's end is known its last steps
+        may be missing: of an engine that is idle nothing is.
+        """
         return self._numbers.snapshot
 
     def start(self, progress: Callable[[str], None] | None = None) -> None:
@@ -269,6 +271,7 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         sequence.hand_over = None
+        self._numbers.update_soon()
         self._scheduler.end(sequence)
         alive = self._sequences.get(sequence.request.request_id, [])
         if sequence in alive:
@@ -361,6 +364,9 @@ class Engine:
         return last
 
     def _emit(self, sequence: Sequence, output: TokenOutput) -> None:
+        token, on_token = output.token_id, sequence.on_token if sequence.announced else None
+        if output.finish_reason or output.logprob is not None:
+            on_token = None
         if not sequence.announced:
             sequence.announced = True
             if not sequence.grammar and sequence.phase in (Phase.RUNNING, Phase.WAITING):
@@ -368,6 +374,9 @@ class Engine:
             output.cached_tokens = sequence.cached_tokens or 0
             output.prompt_logprobs = sequence.prompt_logprobs
         try:
-            sequence.on_output(output)
+            if on_token and token is not None:
+                on_token(sequence.choice, token)
+            else:
+                sequence.on_output(output)
         except Exception:  # a listener that is gone must not stop the others
             log.exception("The receiver of request %s failed", sequence.request.request_id)

@@ -50,7 +50,7 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._receivers: dict[str, OutputCallback] = {}
         self._numbers: dict[str, range] = {}  # of each one's choices
-        self._token_receivers: dict[int, Callable[[int], None]] = {}  # of these
+        self._token_receivers: dict[int, tuple[str, Callable[[int], None]]] = {}  # of these
         self._parts: dict[str, list[PromptLogprob | None]] = {}
         self._running = wire.Running()
         self.spellings = Spellings(tell=lambda text, ids: self._say(wire.Spelled(text, array("i", ids))))
@@ -78,7 +78,8 @@ class RemoteEngine:
         call = self._number(request.n)
         self._receivers[request.request_id] = on_output
         self._numbers[request.request_id] = range(call, call + request.n)
-        self._token_receivers |= {call + choice: partial(on_token, choice) for choice in range(request.n)}
+        for choice in range(request.n):
+            self._token_receivers[call + choice] = request.request_id, partial(on_token, choice)
         self._running.begin(request.request_id, request.n)
         try:
             await self._call(wire.Submit(call, request, spec))
@@ -189,14 +190,13 @@ class RemoteEngine:
             log.exception("The receiver of request %s failed", request_id)
 
     def _receive_token(self, number: int, token: int) -> None:
-        on_token = self._token_receivers.get(number)
-        if on_token is None:  # it was aborted
+        if number not in self._token_receivers:  # it was aborted
             return
+        request_id, on_token = self._token_receivers[number]
         try:
             on_token(token)
         except Exception:  # must not stop the others
-            name = next(name for name, numbers in self._numbers.items() if number in numbers)
-            log.exception("The receiver of request %s failed", name)
+            log.exception("The receiver of request %s failed", request_id)
 
     def _end(self, request_id: str, choice: int | None) -> None:
         if self._running.end(request_id, choice):

@@ -112,7 +112,7 @@ def test_outputs_are_those_of_the_engine() -> None:
 
 
 def test_what_an_output_holds_arrives() -> None:
-    """In its order, be it a token alone or more, of whichever choice."""
+    """Each choice's in their order, be it a token alone or more."""
     several = [
         TokenOutput(choice=1, token_id=7),
         TokenOutput(token_id=0),
@@ -120,6 +120,7 @@ def test_what_an_output_holds_arrives() -> None:
         TokenOutput(token_id=7, cached_tokens=2, prompt_logprobs=[None, PromptLogprob(-1.0, [(3, -1.0)])]),
         TokenOutput(token_id=7, prompt_logprobs=[]),
         TokenOutput(choice=1, token_id=2**31 - 1),
+        TokenOutput(token_id=8),
         TokenOutput(choice=1, token_id=7, finish_reason="stop"),
         TokenOutput(finish_reason="error", error="it failed", bad_grammar=True),
     ]
@@ -135,10 +136,37 @@ def test_what_an_output_holds_arrives() -> None:
 
         both.engine.submit = submit  # type: ignore[method-assign, assignment]
         with mock.patch.object(wire, "pack", wraps=wire.pack) as pack:
-            assert await both.generate(request(n=2)) == several
+            came = await both.generate(request(n=2))
+        for choice in range(2):
+            assert [o for o in came if o.choice == choice] == [o for o in several if o.choice == choice]
         sent = [type(call.args[0]) for call in pack.call_args_list]
         tokens, outputs = wire.Tokens, wire.Outputs
         assert [kind for kind in sent if kind in (tokens, outputs)] == [tokens, outputs, tokens, outputs]
+
+    with_pair(test)
+
+
+def test_a_step_of_many_kinds_of_outputs_takes_two_messages() -> None:
+    """Tokens of some and more of others in turn, as where grammars are followed or log-probabilities wanted."""
+
+    async def test(both: Pair) -> None:
+        receivers: list[tuple[OutputCallback, TokenCallback]] = []
+        submit = lambda _, on_output, on_token: receivers.append((on_output, on_token))  # noqa: E731
+        both.engine.submit = submit  # type: ignore[method-assign, assignment]
+        came: list[TokenOutput] = []
+        for name in "abcdef":
+            await both.remote.submit(request(name), came.append)
+        with mock.patch.object(wire, "pack", wraps=wire.pack) as pack:
+            for i, (on_output, on_token) in enumerate(receivers):
+                if i % 2:
+                    on_token(0, i)
+                else:
+                    on_output(TokenOutput(token_id=i, logprob=-1.0))
+            await both.until(lambda: len(came) == 6)
+        assert [type(call.args[0]) for call in pack.call_args_list] == [wire.Tokens, wire.Outputs]
+        assert [output.token_id for output in came] == [1, 3, 5, 0, 2, 4]
+        for name in "abcdef":
+            both.remote.abort(name)
 
     with_pair(test)
 
@@ -203,7 +231,12 @@ def test_a_fault_of_ours_is_told_and_costs_one_request(caplog: pytest.LogCapture
 
 def test_a_receiver_that_fails_costs_no_other_its_outputs(caplog: pytest.LogCaptureFixture) -> None:
     async def test(both: Pair) -> None:
-        await both.remote.submit(request("bad"), lambda output: [][output.choice])
+        def bad(_: TokenOutput) -> None:
+            both.remote.abort("bad")  # so that nobody knows it any more
+            raise IndexError
+
+        await both.remote.submit(request("worse"), lambda output: [][output.choice])
+        await both.remote.submit(request("bad"), bad)
         assert len(await both.generate(request())) == 5
         await both.until(lambda: both.engine.live == 0)
 
