@@ -111,8 +111,7 @@ def run(engine: Engine, prompts: np.ndarray, steps: int, most: int, params: dict
         raise RuntimeError(outputs.errors[0])
     for i in range(len(prompts)):
         engine.abort(str(i))
-    while engine.stats().requests_running or engine.stats().requests_waiting:
-        time.sleep(0.05)
+    until_idle(engine)
     return {"ms": outputs.interval() * 1e3, "prefill_tokens_per_s": prompts.size / prefill}
 
 
@@ -130,7 +129,14 @@ def answer_all(
     seconds = time.perf_counter() - began
     if outputs.errors:
         raise RuntimeError(outputs.errors[0])
+    until_idle(engine)
     return seconds, outputs
+
+
+def until_idle(engine: Engine) -> None:
+    """Its numbers are of all that was then."""
+    while engine.stats().requests_running or engine.stats().requests_waiting:
+        time.sleep(0.01)
 
 
 def most_tokens(args: argparse.Namespace) -> int:

@@ -33,6 +33,10 @@ class EngineNumbers:
         """Another one takes its place."""
         self._retired.update(scheduler.counters)
 
+    def update_soon(self) -> None:
+        """The next snapshot is due: somebody's answer is over, who may ask."""
+        self._due = 0.0
+
     def update(self, scheduler: Scheduler, busy: bool) -> None:
         """Take a snapshot if one is due, as it always is of an engine that is not busy."""
         now = time.monotonic()
