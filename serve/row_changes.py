@@ -54,17 +54,14 @@ def change(plan: CachePlan, cache: Cache, changes: jax.Array) -> Cache:
 class RowChanges:
     """What rows of the cache wait for: their end, budgets, pages to give back, tokens to forget, other counts, more pages.
 
-    Whoever does anything else with the cache makes them first. They are made kind by kind, so that pages are given back
-    before others are taken: a row's own come in that order, or are made before the next one waits.
+    Whoever takes pages makes them first, and a step if they are `pressing`. They are made kind by kind, so that pages are
+    given back before others are taken: a row's own come in that order, or are made before the next one waits.
     """
 
     def __init__(self, plan: CachePlan, num_rows: int) -> None:
         self._plan, self._num_rows = plan, num_rows
         kinds: tuple[Kind, ...] = ("releases", "budgets", *BEFORE_PAGES, "pages")
         self._waiting: dict[Kind, dict[int, Any]] = {kind: {} for kind in kinds}
-
-    def __bool__(self) -> bool:
-        return any(self._waiting.values())
 
     @property
     def pressing(self) -> bool:

@@ -82,6 +82,7 @@ class RowSampler:
         """Forget every row."""
         self.__dict__.pop("_state", None)
         self._starting, self._marks = {}, {}
+        self._last = [], GREEDY
         state = sampling.init_sampler(self._num_rows, self._config.vocab_size)
         self.state = jax.device_put(state, self._device)
         return self.state

@@ -158,6 +158,7 @@ class Runner(RowCopies):
     def reset(self) -> None:
         """Forget every row: an empty cache and sampler. Waits for them, so that what fails on the device is raised here."""
         self._sent.cache_clear()
+        self._given = None, None, None
         # The old ones go first: the memory may not hold two pools.
         self.__dict__.pop("_cache", None)
         self._changes.clear()

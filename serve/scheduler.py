@@ -46,6 +46,7 @@ class Scheduler:
         # What goes on as it is, and for how many more steps, unless something happens.
         self._steady: Work | None = None
         self._more_steps = 0
+        self._has_grown = False  # a row that decodes got pages for the next step
         self.counters = Counter[str]()
         self.drafting = Drafting(limits, self.counters)
         self._reach_back = ReachBack(plan)

@@ -165,9 +165,21 @@ class Loop:
             assert session.state.cached == len(row.content)
         assert len(rows) == len(set(rows))
         self._check_host()
+        self._check_steady()
         if not self.busy:
             assert scheduler.pages.used == scheduler.sessions.pages
             assert len(rows) + len(scheduler.rows.free) == len(runner.rows)
+
+    def _check_steady(self) -> None:
+        """Where the next steps are to be the same, all that run can take part in them, and want to."""
+        scheduler = self.scheduler
+        if not scheduler._steady:
+            return
+        assert scheduler._steady.decode == scheduler.running
+        for s in scheduler.running:
+            assert s.state is not None and not s.due and not s.unsure
+            assert 0 < scheduler._more_steps <= min(s.room - s.state.tail, s.left)
+            assert s.may_decode
 
     def _check_host(self) -> None:
         """Copies are whole, and no more than there is memory for."""

@@ -128,6 +128,19 @@ def test_random_requests_all_end_with_the_right_tokens_and_no_page_lost(name):
     bench.evict_all()
 
 
+@pytest.mark.parametrize("name", ["ample", "small pool", "rings in a small pool", "all of it"])
+def test_rows_with_room_for_few_tokens_at_a_time(name, monkeypatch):
+    """Often some row must have pages, and others get theirs with it where there are any."""
+    monkeypatch.setattr("serve.limits.ROOM", 4)
+    monkeypatch.setattr("serve.scheduler.SOON", 2)
+    limits, plan, pages = CASES[name]
+    bench = loop(pages, plan, **limits)
+    simulate(bench, seed=77, requests=120)
+    for job in bench.jobs:
+        job.check()
+    bench.evict_all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", CASES)
