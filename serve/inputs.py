@@ -28,7 +28,7 @@ class Drafts(NamedTuple):
 class Arguments(NamedTuple):
     """Of one step, i32 all: as arrays of the host, or inside a program."""
 
-    rows: Any  # [R]: of the cache, of each row of logits: of a number of no row they mean nothing. The decode slots' last
+    rows: Any  # [R]: the row of the cache that each row of logits is of, decode slots last; of no row: it means nothing
     chunk: Chunk | Packed | None = None
     next_tokens: Any = None  # [T]: of a chunk whose every token is scored
     drafts: Drafts | None = None

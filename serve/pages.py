@@ -40,22 +40,27 @@ class PageBook:
         """Pages to take before `holding` owns at least `wanted` [M] of each group."""
         return int(np.maximum(wanted - holding.owned, 0).sum())
 
-    def grow(self, holding: Holding, wanted: np.ndarray) -> None:
-        """Take the missing pages. Raises RuntimeError when the pool lacks them: the scheduler must have asked."""
+    def grow(self, holding: Holding, wanted: np.ndarray) -> int:
+        """Take the missing pages; how many. Raises RuntimeError when the pool lacks them: the scheduler must have asked."""
         need = self.missing(holding, wanted)
         if need > self.free:
             raise RuntimeError(f"{need} pages wanted, {self.free} free: the scheduler admitted too much")
-        self.free -= need
-        holding.owned = np.maximum(holding.owned, wanted)
+        if need:
+            self.free -= need
+            holding.owned = np.maximum(holding.owned, wanted)
+        return need
 
     def surplus(self, holding: Holding, wanted: np.ndarray) -> int:
         """Pages that a trim to `wanted` gives back."""
         return int(np.maximum(holding.owned - wanted, 0).sum())
 
-    def trim(self, holding: Holding, wanted: np.ndarray) -> None:
-        """Give back what lies beyond `wanted` [M]; never reaches shared pages, which hold locked entries."""
-        self.free += self.surplus(holding, wanted)
-        holding.owned = np.minimum(holding.owned, wanted)
+    def trim(self, holding: Holding, wanted: np.ndarray) -> int:
+        """Give back what lies beyond `wanted` [M]; how many. Never reaches shared pages, which hold locked entries."""
+        surplus = self.surplus(holding, wanted)
+        if surplus:
+            self.free += surplus
+            holding.owned = np.minimum(holding.owned, wanted)
+        return surplus
 
     def fork_cost(self, holding: Holding, full: np.ndarray) -> int:
         """Pages that a fork copies; `full` [M] are shared instead."""

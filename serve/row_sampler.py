@@ -39,10 +39,8 @@ class RowSampler:
         """`device`: device or sharding of the state. `part`: tokens of a row that are marked as seen at a time."""
         self._config, self._num_rows, self._device, self._part = config, num_rows, device, part
         self._greedy = np.zeros(num_rows, bool)  # rows that the greedy variant serves
-        self._last: tuple[list[Sequence | None], Variant] = (
-            [],
-            GREEDY,
-        )  # they come again while nothing changes
+        # The sequences of the last step and what they need: they come again while nothing changes.
+        self._last: tuple[list[Sequence | None], Variant] = [], GREEDY
         self._starting: dict[int, RowParams] = {}
         self._marks: dict[int, list[tuple[Any, list[int]]]] = {}  # of these rows: (how, tokens)
         run, run_drafts = sampling.sample, _sample_drafts

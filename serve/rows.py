@@ -85,14 +85,12 @@ class Rows:
 
     def grow(self, state: RowState, tokens: int, tail: int) -> None:
         wanted = self.wanted(state.budgets, tokens, tail)
-        if self.pages.missing(state.holding, wanted):
-            self.pages.grow(state.holding, wanted)
+        if self.pages.grow(state.holding, wanted):
             self._device.reserve(state.row, tokens, tail)
 
     def trim(self, state: RowState, tokens: int, tail: int) -> None:
         wanted = self.wanted(state.budgets, tokens, tail)
-        if self.pages.surplus(state.holding, wanted):
-            self.pages.trim(state.holding, wanted)
+        if self.pages.trim(state.holding, wanted):
             self._device.trim(state.row, tokens, tail)
 
     def keeps_all(self, state: RowState) -> bool:
