@@ -62,6 +62,10 @@ class Chunks:
         chunks = [self._chunk(s, most, preempt=False) for s in group if s.state]
         return [work, *(c for c in chunks if c)]
 
+    def clear(self) -> None:
+        """Nobody is ready any more."""
+        self._ready.clear()
+
     def tend(self, running: Iterable[Sequence]) -> None:
         """Full tails are due to be compressed, and nearly full ones with them where one chunk takes several.
 

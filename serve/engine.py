@@ -220,6 +220,7 @@ class Engine:
         self._end_all("error", f"the engine failed while running this request: {type(error).__name__}")
         self._sequences.update(waiting)
         self._numbers.retire(self._scheduler)
+        self._scheduler.forget()
         try:
             self._runner.reset()
         except Exception:  # a GPU whose context is lost fails at everything from now on

@@ -54,6 +54,10 @@ class HostStore:
         del self._sessions[session]
         self.used -= session.size
 
+    def clear(self) -> None:
+        self._sessions.clear()
+        self.used, self.held = 0, None
+
     def touch(self, session: HostedSession) -> None:
         """It is the one used last."""
         self._sessions[session] = self._sessions.pop(session)

@@ -328,6 +328,18 @@ class Scheduler:
 
     # Ends
 
+    def forget(self) -> None:
+        """Let go of all that runs, waits or is stored, the device apart: somebody else schedules from now on.
+
+        `python -m serve` has the garbage collector look away from what was there at the start, as the first scheduler was.
+        """
+        for sequences in (self.running, self.waiting, self._closing):
+            sequences.clear()
+        self._steady = None
+        self._chunks.clear()
+        self.sessions.clear()
+        self.offload.store.clear()
+
     def end(self, sequence: Sequence) -> None:
         """`sequence` generates no more; its row is given up or stored once nothing of it is in flight."""
         self._steady = None

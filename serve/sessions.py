@@ -96,6 +96,9 @@ class SessionStore:
     def remove(self, session: StoredSession) -> None:
         del self._sessions[session.state.row]
 
+    def clear(self) -> None:
+        self._sessions.clear()
+
     def find(
         self, prompt: np.ndarray, budgets: np.ndarray, reach_back: "ReachBack"
     ) -> tuple[StoredSession, int] | None:

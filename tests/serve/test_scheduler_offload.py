@@ -201,3 +201,20 @@ def test_copies_under_way_let_others_go_on_first():
     bench.drain()
     assert [job.cached for job in jobs] == [40, 40]
     np.testing.assert_array_equal(hosted(bench), [])
+
+
+def test_one_that_has_had_its_day_holds_nothing():
+    """After a failed step there is another scheduler, and memory on the host for one of them."""
+    bench = loop(plan=PLAN, max_stored=1, host_bytes=10_000)
+    for seed in range(3):
+        bench.run(prompt(40, seed), max_tokens=6, ignore_eos=True)
+    bench.add(prompt(40, 9), max_tokens=30)
+    bench.step()
+    bench.step()
+    before = bench.scheduler
+    assert before.running and len(before.sessions) and before.offload.store.used
+    assert bench.engine._recover(RuntimeError("a step failed"))
+    assert bench.scheduler is not before
+    assert not [*before.running, *before.waiting, *before.sessions, *before.offload.store]
+    assert not before.offload.store.used and before._steady is None
+    bench.run(prompt(40, 1), max_tokens=6, ignore_eos=True).check()
