@@ -22,6 +22,7 @@ from serve.request import EngineProtocol
 
 MODULE = "serve.http_process"
 _FAST_SECONDS = 10.0  # one that lives no longer is not replaced at once: the next one would do no better
+_LOOK_SECONDS = 0.1  # between two looks at what becomes of it
 _LATE_SECONDS = 5.0  # after which one that was told to end is killed, beside what running responses may take
 _LAST_SECONDS = 1.0  # the same after a second SIGINT
 
@@ -91,6 +92,7 @@ class HttpProcesses:
         )
         self._processes = [self._start() for _ in range(count)]
         self._callers: dict[int, Caller] = {}  # of those that serve, by their places
+        self._replacing: set[int] = set()  # places for which one is being started
         self._stopping = asyncio.Event()
         self.failed = False
 
@@ -231,6 +233,8 @@ class HttpProcesses:
 
     async def _may_wait(self) -> bool:
         """Wait before the next process is started, if others serve meanwhile; otherwise, or at the end, there is none."""
+        while self._replacing and not self._callers and not self._stopping.is_set():
+            await asyncio.sleep(_LOOK_SECONDS)  # another is about to serve, or not
         if self._stopping.is_set():
             return False
         if not self._callers:
@@ -244,6 +248,7 @@ class HttpProcesses:
 
     async def _replace(self, place: int) -> bool:
         """Whether another process takes the place."""
+        self._replacing.add(place)
         try:
             self._make_counts()
             self._processes[place] = process = self._start()
@@ -254,5 +259,7 @@ class HttpProcesses:
             if not self._stopping.is_set():
                 log.error("An HTTP process cannot be replaced: %s", error)
             return False
+        finally:
+            self._replacing.discard(place)
         log.info("The HTTP process %d takes its place", process.popen.pid)
         return True

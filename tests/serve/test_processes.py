@@ -153,6 +153,28 @@ program.HttpProcesses.set_up = set_up_once
     assert "Traceback" not in errors
 
 
+def test_one_that_ends_as_soon_as_it_begins_is_replaced_where_another_is_about_to_serve() -> None:
+    changes = "import serve.processes\nserve.processes._FAST_SECONDS = 4\n"
+    with program("127.0.0.1", changes, "--api-server-count", "2") as (process, address):
+        said = process.stderr
+        assert said is not None
+        time.sleep(4)
+        before = children(process.pid)
+        first, last = before
+        os.kill(first, signal.SIGKILL)
+        next(line for line in said if "takes its place" in line)
+        (young,) = children(process.pid) - before
+        os.kill(last, signal.SIGKILL)
+        wait_until(lambda: not lives(last))
+        os.kill(young, signal.SIGKILL)  # nobody serves now
+        for _ in range(2):
+            next(line for line in said if "takes its place" in line)
+        assert httpx.get(f"{address}/health", trust_env=False).status_code == 200
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
 def test_a_replacement_that_reads_nothing_holds_up_nobody() -> None:
     changes = REPLACED_AT_ONCE + "model.tokenizer.padding = 'x' * 2**22  # more than a socket takes at once\n"
     flags = "--api-server-count", "2", "--shutdown-timeout", "0"
