@@ -17,9 +17,8 @@ from serve.structured import GrammarSpec
 
 _MUCH = 2**20  # bytes
 
-type _Output = (
-    tuple[int, int] | tuple[range, str, TokenOutput]
-)  # of a choice: a token; of a request: the numbers of all
+# A choice's number and a token, or the numbers of a request's choices, its id and an output.
+type _Output = tuple[int, int] | tuple[range, str, TokenOutput]
 
 log = logging.getLogger("tangram.server")
 
