@@ -21,7 +21,7 @@ from serve.prefixes import Prefixes
 from serve.request import RequestRejected
 from serve.row_operations import RowOperations
 from serve.rows import Rows
-from serve.sequence import Phase, Sequence, Work
+from serve.sequence import Phase, RowState, Sequence, Work
 from serve.sessions import ReachBack, StoredSession, find
 from tangram_jax.cache import row_layout
 from tangram_jax.plan import CachePlan
@@ -270,13 +270,17 @@ class Scheduler:
             return False
         if state.tail < sequence.room:
             return True
-        room = min(state.tail + self.limits.room(sequence.left), self.limits.max_tail)
-        wanted = self.rows.wanted(state.budgets, state.compressed, room)
+        room, wanted = self._more_room(sequence, state)
         if not self._obtain(sequence, wanted):
             return False
         self.rows.grow(state, state.compressed, room)
         sequence.room, self._has_grown = room, True
         return True
+
+    def _more_room(self, sequence: Sequence, state: RowState) -> tuple[int, np.ndarray]:
+        """Tail tokens to have room for next, and the pages that this takes."""
+        room = min(state.tail + self.limits.room(sequence.left), self.limits.max_tail)
+        return room, self.rows.wanted(state.budgets, state.compressed, room)
 
     def _make_more_room(self, decode: list[Sequence]) -> None:
         """Free pages for those who will want some soon: all together they cost hardly more than one."""
@@ -284,8 +288,7 @@ class Scheduler:
             state = sequence.state
             if state is None or sequence.room - state.tail > SOON:
                 continue
-            room = min(state.tail + self.limits.room(sequence.left), self.limits.max_tail)
-            wanted = self.rows.wanted(state.budgets, state.compressed, room)
+            room, wanted = self._more_room(sequence, state)
             if room > sequence.room and self.pages.missing(state.holding, wanted) <= self.pages.free:
                 self.rows.grow(state, state.compressed, room)
                 sequence.room = room
