@@ -11,9 +11,8 @@ from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.sequence import RowState
 
-SNAPSHOT_SECONDS = (
-    0.005  # between two of them while the engine is busy: one takes hundredths of a millisecond
-)
+# Between two snapshots while the engine is busy: one takes hundredths of a millisecond.
+SNAPSHOT_SECONDS = 0.005
 GAUGE_SECONDS = 0.2  # the same of those gauges that look at all rows
 
 

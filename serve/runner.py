@@ -93,11 +93,8 @@ class Runner(RowCopies):
         self.num_rows = num_rows
         # Of the last step, and the row of them that is of each last chunk.
         self._last_logits: tuple[jax.Array, dict[Sequence, int]] | None = None
-        self._given: tuple[Work | None, Any, Any] = (
-            None,
-            None,
-            None,
-        )  # the last step's inputs, and those that a program has
+        # Of the last step: the inputs, and those as its program takes them.
+        self._given: tuple[Work | None, Any, Any] = None, None, None
         self._take = jax.jit(lambda logits, row: jax.lax.dynamic_slice_in_dim(logits, row, 1))
         self._cache: Cache
         self._changes = RowChanges(plan, num_rows)
