@@ -34,6 +34,7 @@ import numpy as np
 from models.testing import tiny_tokenizer
 from serve import wire
 from serve.api import create_app
+from serve.listener import bind
 from serve.processes import HttpProcesses
 from serve.request import (
     EngineProtocol,
@@ -44,7 +45,7 @@ from serve.request import (
     TokenOutput,
     as_outputs,
 )
-from serve.server import bind, make_server
+from serve.server import make_server
 
 LETTERS = range(105, 131)  # tokens
 WARM_UP = 10  # steps that are not counted: prompts are still being read

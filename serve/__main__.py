@@ -18,10 +18,10 @@ from serve.args import ConfigError, ServeConfig
 from serve.build import Built, build
 from serve.engine import Engine
 from serve.flags import parse_args
+from serve.listener import allow_files, bind, url_of
 from serve.logs import begin_logging
 from serve.processes import HttpProcesses
 from serve.program_store import keep_compiled
-from serve.server import allow_files, bind, url_of
 
 OUT_OF_MEMORY = (
     "The model, its KV pool and the sampler's state (for every row, stored ones too) do not fit in memory: write a smaller "

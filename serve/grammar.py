@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import get_bitmask_shape
 
 from serve.grammar_trial import parser_limits
 from serve.text import TextTokenizer
-from tangram_jax.sampling_filters import mask_words
 
 TRIAL_SECONDS = 20.0  # after which a trial is ended; by itself it ends after far fewer seconds of a processor
 # Seconds of the engine's thread, in which all others wait, after which a choice ends: so many, and more for every token.
@@ -93,7 +93,7 @@ class Vocabulary:
             for i in sorted(tokenizer.special_ids)
             if i < vocab_size
         }
-        self.end_mask = np.zeros(mask_words(vocab_size), np.uint32)
+        self.end_mask = np.zeros(get_bitmask_shape(1, vocab_size)[1], np.uint32)
         for i in self.end_ids:
             self.end_mask[i // 32] |= np.uint32(1 << i % 32)
         ends = sorted(self.end_ids)
@@ -165,7 +165,7 @@ class Grammar:
     def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
         self._vocabulary, self._matcher = vocabulary, matcher
         self._lock = threading.Lock()
-        self._first = np.zeros(mask_words(vocabulary.size), np.uint32)
+        self._first = np.zeros_like(vocabulary.end_mask)
         _fill(matcher, self._first)
         if matcher.is_error():
             raise GrammarError(_plain(matcher.get_error()))

@@ -16,12 +16,12 @@ from serve.fields import RequestModel, at_most, sort_fields
 from serve.messages import Messages
 from serve.structured import GrammarSpec, ResponseFormat, StructuredOutputs, only_spec
 from serve.tools import ToolFields
-from tangram_jax.sampling import MAX_BIASES
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16  # OpenAI takes 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_BIASES = 300  # what the sampler takes
 MAX_VARIABLES = 64  # of a chat template
 INT64 = 2**63
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -55,3 +56,9 @@ def test_what_is_imported_is_declared():
         others = imported(path) - OURS - sys.stdlib_module_names
         assert {PARTS.get(name, name) for name in others} <= declared, path
     assert "pip" in declared  # `models.registry` runs it
+
+
+def test_a_process_of_http_does_without_jax():
+    """Which would be half of its memory and most of its start."""
+    code = "import sys, serve.http_process, models.tokenizer; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

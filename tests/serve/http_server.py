@@ -13,7 +13,8 @@ import openai
 
 from models.testing import tiny_tokenizer
 from serve.api import create_app
-from serve.server import Server, bind, make_server, url_of
+from serve.listener import bind, url_of
+from serve.server import Server, make_server
 from tests.serve.fake_engine import FakeEngine, Script
 
 TOKENIZER = tiny_tokenizer()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from serve.errors import APIError
 from serve.protocol import ChatRequest, CompletionRequest
+from tangram_jax.sampling import MAX_BIASES
 from tests.serve.http_server import TOKENIZER, serving
 
 CHAT = "/v1/chat/completions"
@@ -130,7 +131,12 @@ CHAT_FIELDS = [
     ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value", "from -100 to 100"),
     ({"logit_bias": {"5": "1"}}, "logit_bias", "invalid_value", "must be a number"),
     ({"logit_bias": {"5": True}}, "logit_bias", "invalid_value", "must be a number"),
-    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "invalid_value", "at most 300"),
+    (
+        {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}},
+        "logit_bias",
+        "invalid_value",
+        f"at most {MAX_BIASES}",
+    ),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter", ""),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter", ""),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None, "cannot be set"),

@@ -11,8 +11,8 @@ import pytest
 from pydantic_core import to_json
 
 from serve.args import ConfigError
+from serve.listener import bind
 from serve.request import EngineUnavailable, RequestRejected
-from serve.server import bind
 from tests.serve.http_server import TOKENIZER, ids, serving, wait_until
 
 HELLO = [{"role": "user", "content": "Hi"}]

@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 from serve.args import ConfigError
+from serve.listener import bind
 from serve.logs import log_handler
-from serve.server import bind
 
 # The real program around the scripted engine: nothing is loaded or compiled.
 PROGRAM = """
