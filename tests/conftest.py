@@ -21,7 +21,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; workers 
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
     os.environ |= {
         "JAX_COMPILATION_CACHE_DIR": _compiled,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.03",  # to write and read a small one takes as long
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 

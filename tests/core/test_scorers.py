@@ -104,6 +104,7 @@ def window_reference(x: ScoreInputs, window: int, pool: int, *, squared: bool) -
     """SnapKV: mean over the window, mean over G. KV-Compress: sums of squares. Then both take a max over neighbours."""
     q, lse, k, _ = as_float64(x)
     positions, valid, num_valid = np.asarray(x.positions), np.asarray(x.valid), int(x.num_valid)
+    q_positions = np.asarray(x.q_positions)
     kv_heads, count = k.shape[:2]
     group = q.shape[1] // kv_heads
     scores = np.full((kv_heads, count), -np.inf)
@@ -113,7 +114,7 @@ def window_reference(x: ScoreInputs, window: int, pool: int, *, squared: bool) -
         for g in range(group):
             for t in queries:
                 for c in np.flatnonzero(valid[head]):
-                    if positions[c] <= int(x.q_positions[t]):
+                    if positions[c] <= q_positions[t]:
                         logit = capped(SCALE * q[t, head * group + g] @ k[head, c], x.soft_cap)
                         probability = np.exp(logit - lse[t, head * group + g])
                         attention[g, c] += probability**2 if squared else probability / len(queries)

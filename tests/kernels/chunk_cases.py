@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -121,9 +122,20 @@ def relative_error(got: Any, want: np.ndarray) -> float:
 def plan_of(case: Case, tuning: cp.Tuning = cp.DEFAULT) -> cp.ChunkPlan:
     """Where there is one request over all rows, its sizes are left out, as the engine does."""
     whole = len(case.sizes) == 1 and case.sizes[0] == case.q.shape[0]
-    return cp.plan_chunk(
+    return jitted_plan(
         jnp.asarray(case.lengths), case.table, case.first, case.column,
         q_shape=case.q.shape, page_size=case.pool.shape[3], window=case.window, tuning=tuning,
         starts=None if whole else case.starts, sizes=None if whole else case.sizes,
         behind=case.behind, key_starts=case.key_starts,
     ).layer(0)  # fmt: skip
+
+
+def jitted_plan(
+    lengths: Any, table: Any, first: Any, column: Any, *, starts: Any = None, sizes: Any = None, **how: Any
+) -> cp.ChunkPlan:
+    """`plan_chunk` as one program: its operations one by one would be as many programs."""
+
+    def plan(lengths: jax.Array, table: jax.Array, starts: Any, sizes: Any) -> cp.ChunkPlan:
+        return cp.plan_chunk(lengths, table, first, column, starts=starts, sizes=sizes, **how)
+
+    return jax.jit(plan)(lengths, table, starts, sizes)

@@ -13,7 +13,7 @@ from pallas_kernels import chunk_prefill as cp
 from pallas_kernels.chunk_prefill import columns as C
 from pallas_kernels.chunk_prefill import cuts
 from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
-from tests.kernels.chunk_cases import Case, make_case, plan_of, relative_error
+from tests.kernels.chunk_cases import Case, jitted_plan, make_case, plan_of, relative_error
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 TWO_REQUESTS = {"starts": [0, 24], "sizes": [19, 40]}
@@ -98,7 +98,7 @@ def test_plan_names_every_block_once(group, window, behind, given):
     starts, sizes = ([0, 200, 208], [197, 3, 700]) if given else ([0], [900])
     lengths = rng.integers(0, 1000, (len(starts), 4)).astype(np.int32)
     lengths[0] = 0, 256, 5000, 60000
-    plan = cp.plan_chunk(
+    plan = jitted_plan(
         jnp.asarray(lengths),
         jnp.zeros((len(starts), 99), jnp.int32),
         np.arange(4),
@@ -158,8 +158,8 @@ def test_plan_without_a_sort_is_the_sorted_one():
     lengths = jnp.asarray([[70, 0, 129, 5000, 5000, 128, 1, 777]])
     how = {"q_shape": (2048, 8, 4, 128), "page_size": 64, "window": 300}
     args = (lengths, jnp.zeros((1, 900), jnp.int32), np.arange(8), np.zeros(8))
-    known = cp.plan_chunk(*args, **how).layer(0)
-    given = cp.plan_chunk(*args, **how, starts=np.array([0]), sizes=np.array([2048])).layer(0)
+    known = jitted_plan(*args, **how).layer(0)
+    given = jitted_plan(*args, **how, starts=np.array([0]), sizes=np.array([2048])).layer(0)
     assert seen_by(known) == seen_by(given)
     assert (known.tiles[..., C.PIECES] == 0).all()  # too many tiles to cut any
     np.testing.assert_array_equal(known.count, given.count)
@@ -173,17 +173,17 @@ def test_plan_of_all_layers_is_that_of_each(requests):
     first, column = np.arange(12) * 7, np.arange(12) % 3
     table = jnp.zeros((requests, 900), jnp.int32)
     how = {"q_shape": (256, 4, 4, 128), "page_size": 64}
-    together = cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=3)
+    together = jitted_plan(jnp.asarray(lengths), table, first, column, **how, num_layers=3)
     cut = []
     for layer in range(3):
         mine = slice(4 * layer, 4 * layer + 4)
-        alone = cp.plan_chunk(jnp.asarray(lengths[:, mine]), table, first[mine], column[mine], **how)
+        alone = jitted_plan(jnp.asarray(lengths[:, mine]), table, first[mine], column[mine], **how)
         for name in ("tiles", "count", "merges", "sync", "heads"):
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.layer(0).of_layer(name))
         cut.append(bool((alone.tiles[..., C.PIECES] > 0).any()))
     assert cut == [True, False, True]
     with pytest.raises(ValueError, match="12 heads do not divide into 5 layers"):
-        cp.plan_chunk(jnp.asarray(lengths), table, first, column, **how, num_layers=5)
+        jitted_plan(jnp.asarray(lengths), table, first, column, **how, num_layers=5)
 
 
 @pytest.mark.parametrize(("entries", "cut"), [(1024, 0), (1025, 8)])
@@ -326,7 +326,7 @@ def test_layers_share_one_kernel_text():
     case = make_case([[70, 33]], 64)
 
     def step(q, k, v, pool, table, lengths):
-        plan = cp.plan_chunk(
+        plan = jitted_plan(
             jnp.tile(lengths, 3), table, np.tile(case.first, 3), np.tile(case.column, 3),
             q_shape=q.shape, page_size=16, num_layers=3,
         )  # fmt: skip

@@ -19,7 +19,7 @@ TOKENS = 312
 
 
 def run(case: Case, tuning: cp.Tuning = cp.DEFAULT, plan: cp.ChunkPlan | None = None):
-    plan = plan or jax.jit(lambda: plan_of(case, tuning))()
+    plan = plan or plan_of(case, tuning)
     return cp.chunk_prefill(
         case.q, case.k, case.v, case.pool, plan, scale=case.scale, soft_cap=case.soft_cap, tuning=tuning
     )
@@ -114,7 +114,7 @@ def test_many_tiles_for_each_cta():
 def test_histories_cut_into_pieces(group, head_dim, tokens):
     """Also with a plan used again: its counters are zero after each call."""
     case = make_case([[30000, 3000, 0, 77]], tokens, group=group, head_dim=head_dim, page_size=64)
-    plan = jax.jit(lambda: plan_of(case))()
+    plan = plan_of(case)
     assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), C.PIECES] < 0).sum()) > 50
     check(case)
     first, *others = (run(case, plan=plan) for _ in range(4))
@@ -130,7 +130,7 @@ def test_histories_of_several_requests_cut_into_pieces(group, head_dim):
     requests = {"starts": [0, 40, 48, 48], "sizes": [33, 5, 0, 80]}
     lengths = [[30000, 3000, 0, 77], [9000, 20000, 1, 0], [5000] * 4, [0, 0, 12000, 500]]
     case = make_case(lengths, 128, group=group, head_dim=head_dim, page_size=64, **requests)
-    plan = jax.jit(lambda: plan_of(case))()
+    plan = plan_of(case)
     assert int((plan.of_layer("tiles")[: int(plan.of_layer("count")), C.PIECES] < 0).sum()) > 50
     check(case)
     first, *others = (run(case, plan=plan) for _ in range(3))

@@ -24,15 +24,15 @@ OPTIONS = [
 
 
 def plan_of(case: Case, **how) -> rd.DecodePlan:
-    return rd.plan_decode(
-        jnp.asarray(case.lengths),
-        case.table,
-        case.first,
-        case.column,
-        page_size=case.page_size,
-        skip=None if case.skip is None else jnp.asarray(case.skip),
-        **how,
-    ).layer(0)
+    """As one program: its operations one by one would be as many programs."""
+
+    def plan(lengths: jax.Array, table: jax.Array, skip: jax.Array | None) -> rd.DecodePlan:
+        return rd.plan_decode(
+            lengths, table, case.first, case.column, page_size=case.page_size, skip=skip, **how
+        )
+
+    skip = None if case.skip is None else jnp.asarray(case.skip)
+    return jax.jit(plan)(jnp.asarray(case.lengths), case.table, skip).layer(0)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
