@@ -1,8 +1,10 @@
 """Compiling many programs before the first request: traced one after another, compiled at the same time."""
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 MOST_THREADS = 8  # every program that compiles takes memory, up to a gigabyte
@@ -23,25 +25,30 @@ def threads_for(share: float) -> int:
     return max(1, min(MOST_THREADS, int(cores * share)))
 
 
-def compile_all(programs: list[Program], threads: dict[tuple[Any, ...], int]) -> Iterator[str]:
+def compile_all(
+    programs: list[Program],
+    threads: dict[tuple[Any, ...], int],
+    elsewhere: Mapping[str, Future[None]] = MappingProxyType({}),
+) -> Iterator[str]:
     """Compiles all of them, those of some functions in so many threads; yields the name of what is traced or waited for.
 
     Tracing holds Python's lock, compiling does not. A call of the function with the same arguments finds what was compiled.
-    What fails is raised as soon as it is known, and nothing more is begun.
+    What fails is raised as soon as it is known, and nothing more is begun. `elsewhere`: of programs by name, done when other
+    processes have traced them, where that takes longest: they come as soon as they are, the others in the meantime.
     """
     pools = {functions: ThreadPoolExecutor(count) for functions, count in threads.items()}
     pool_of = {function: pool for functions, pool in pools.items() for function in functions}
-    compiled: list[Future[Any]] = []
+    compiled: list[tuple[str, Future[Any]]] = []
     try:
-        for name, function, arguments, static in programs:
+        for name, function, arguments, static in _as_they_come(programs, elsewhere):
             yield name
-            for future in compiled:
+            for _, future in compiled:
                 if future.done():
                     future.result()
             lowered = function.trace(*arguments(), **static).lower()
-            compiled.append(pool_of[function].submit(lowered.compile))
-        for program, future in zip(programs, compiled, strict=True):
-            yield program.name
+            compiled.append((name, pool_of[function].submit(lowered.compile)))
+        for name, future in compiled:
+            yield name
             future.result()
     finally:
         # All of them first, so that none begins anything while another is waited for.
@@ -49,3 +56,16 @@ def compile_all(programs: list[Program], threads: dict[tuple[Any, ...], int]) ->
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in pools.values():
             pool.shutdown()
+
+
+def _as_they_come(programs: list[Program], elsewhere: Mapping[str, Future[None]]) -> Iterator[Program]:
+    left = deque(p for p in programs if p.name not in elsewhere)
+    waiting = {p.name: p for p in programs if p.name in elsewhere}
+    while left or waiting:
+        done = next((name for name in waiting if elsewhere[name].done()), None)
+        if done is not None:
+            yield waiting.pop(done)
+        elif left:
+            yield left.popleft()
+        else:
+            wait([elsewhere[name] for name in waiting], return_when=FIRST_COMPLETED)

@@ -110,7 +110,7 @@ class ProgramStore:
 
         def kept(*args: Any, **static: Any) -> Any:
             leaves, tree = jax.tree.flatten(args)
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+            shapes = _shapes(leaves)
             path = self.path(name, tree, shapes, static)
             exported = self._read(path)
             if exported is None:
@@ -129,6 +129,11 @@ class ProgramStore:
             return jax.tree.unflatten(jax.tree.structure(out_like(*args, **static)), exported.call(*leaves))
 
         return kept
+
+    def has(self, name: str, args: tuple[Any, ...], static: dict[str, Any]) -> bool:
+        """Whether there is a file of the program that these arguments, or some of their shapes, are for."""
+        leaves, tree = jax.tree.flatten(args)
+        return self.path(name, tree, _shapes(leaves), static).exists()
 
     def path(self, name: str, tree: Any, shapes: list[jax.ShapeDtypeStruct], static: dict[str, Any]) -> Path:
         """The file of one program: of arguments of this tree structure and these shapes."""
@@ -169,6 +174,10 @@ class ProgramStore:
             self._told = True
             return
         self.made += 1
+
+
+def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
 
 def _digest(*parts: Any) -> str:

@@ -9,6 +9,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +23,21 @@ from jax.sharding import SingleDeviceSharding
 from models.config import ModelConfig
 from serve.buckets import Buckets, Shape
 from serve.compiling import Program, compile_all, threads_for
-from serve.handles import TOP_LOGPROBS, Handles, PromptScores
-from serve.inputs import Arguments, Drafts, inputs_of
-from serve.program_store import ProgramStore
+from serve.handles import Handles, PromptScores
+from serve.inputs import Arguments, inputs_of
 from serve.request import SamplingParams
 from serve.row_changes import Kind, RowChanges
 from serve.row_sampler import RowSampler
 from serve.sequence import Sequence, Work
+from serve.step_program import like_step, step_program
+from serve.tracers import Steps, Task, most_processes, tracing
 from serve.transfers import RowCopies, Transfers
 from tangram_jax import cache as tables
-from tangram_jax import sampling
 from tangram_jax.cache import Cache, init_cache, row_layout
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
 from tangram_jax.sharding import TensorParallel
-from tangram_jax.step import Chunk, Decode, compiler_options, step
+from tangram_jax.step import compiler_options
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 KEPT_ROWS = 8  # lists of rows that stay on the device
@@ -109,11 +111,14 @@ class Runner(RowCopies):
         self.compilations = 0  # since warm-up, of the thread that claimed this runner
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(partial(_on_duration, weakref.ref(self)))
-        run_step: Any = self._step_program
         devices = parallel.size if parallel else 1
-        store = ProgramStore(programs, config, plan, scorer, devices) if programs else None
+        self._kept = (
+            Steps(programs, config, plan, scorer, devices, dict(jax.config.values)) if programs else None
+        )
+        self._store = store = self._kept.store() if self._kept else None
+        run_step = step_program(config, plan, scorer, parallel)
         if store:
-            run_step = store.keep("step", run_step, _like_step)
+            run_step = store.keep("step", run_step, like_step)
         linked = "links" in self.params
         options, others = (compiler_options(devices, linked=linked, alone=alone) for alone in (False, True))
         here = self._everywhere if parallel else SingleDeviceSharding(self._device)
@@ -166,38 +171,6 @@ class Runner(RowCopies):
         self.cache, _ = jax.block_until_ready((cache, self.sampler.reset()))
 
     # Programs
-
-    def _step_program(
-        self,
-        params: Any,
-        cache: Cache,
-        sampler_ints: jax.Array,
-        flat: jax.Array,
-        *,
-        shape: Shape,
-    ) -> tuple[jax.Array, Cache, tuple[jax.Array, ...] | None, tuple[jax.Array, Drafts | None] | None]:
-        """`flat` of `Arguments`. Returns the logits, the cache, the scores of a prompt and what the sampler is given of
-        `flat`, if that is not all of it.
-        """
-        all_rows, chunk, next_tokens, drafts = Arguments.of(flat, shape)
-        decode = None
-        if shape.slots:
-            rows = all_rows[-shape.slots :]
-            tokens = sampler_ints.at[rows, sampling.Ints.LAST_TOKEN].get(mode="fill", fill_value=0)
-            decode = Decode(rows, tokens)
-            if drafts is not None:
-                tokens = jnp.concatenate([tokens[:, None], drafts.tokens], axis=1)
-                decode = Decode(rows, tokens, drafts.counts)
-        run = self._parallel.step if self._parallel else partial(step, config=self.config, plan=self.plan)
-        logits, cache = run(
-            params, scorer=self._scorer, cache=cache, chunk=chunk, decode=decode, all_logits=shape.scores
-        )
-        rest = None if shape.rows_alone else (all_rows, drafts)
-        if not shape.scores:
-            return logits, cache, None, rest
-        assert isinstance(chunk, Chunk)
-        scores = sampling.token_logprobs(logits, next_tokens, TOP_LOGPROBS)
-        return jax.lax.dynamic_slice_in_dim(logits, chunk.valid - 1, 1), cache, scores, rest
 
     def _step(self, *given: Any, shape: Shape) -> Any:
         return self._steps[not shape.chunk](*given, shape=shape)
@@ -289,25 +262,20 @@ class Runner(RowCopies):
 
     def warm_up(self) -> Iterator[str]:
         """Compile everything that can run and run it once, yielding what comes next; the cache is empty again at the end."""
-        yield "page tables"
-        jax.block_until_ready(self._warm_tables())
         programs = list(self._programs())
-        # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
-        # On a CPU two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk.
-        steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
-        few = threads_for(1 / 8)
-        sampler = self.sampler
-        threads = {self._steps: steps, (sampler.run,): few, (sampler.run_drafts,): few}
-        yield from compile_all(programs, threads)
+        with self._tracing() as elsewhere:
+            yield "page tables"
+            jax.block_until_ready(self._warm_tables())
+            yield from compile_all(programs, self._threads(), elsewhere)
         for name, function, arguments, static in programs:
             yield name
             result = function(*arguments(), **static)
             if function in self._steps:
                 _, self.cache, *_ = result
-            elif function is sampler.run:
-                *_, sampler.state = result
+            elif function is self.sampler.run:
+                *_, self.sampler.state = result
             else:
-                *_, sampler.state, _ = result
+                *_, self.sampler.state, _ = result
             jax.block_until_ready(result)
         if self.transfers:
             yield "host memory"
@@ -315,6 +283,24 @@ class Runner(RowCopies):
         yield "reset"
         self.reset()
         self.compilations = 0
+
+    def _threads(self) -> dict[tuple[Any, ...], int]:
+        """How many compile the steps, and what samples."""
+        # Two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk on a CPU.
+        steps, few = max(2, threads_for(1 / 2)), threads_for(1 / 8)
+        return {self._steps: steps, (self.sampler.run,): few, (self.sampler.run_drafts,): few}
+
+    def _tracing(self) -> AbstractContextManager[dict[str, Future[None]]]:
+        """What other processes trace of the steps that are not in the store, by name."""
+        processes, tasks = most_processes(self._device.platform), {}
+        if self._kept and self._store and processes > 1:
+            for shape in self.buckets.shapes:
+                arguments = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._step_arguments(shape)
+                )
+                if not self._store.has("step", arguments, {"shape": shape}):
+                    tasks[shape.name] = Task(arguments, shape)
+        return tracing(self._kept, tasks, processes) if self._kept and len(tasks) > 1 else nullcontext({})
 
     def _programs(self) -> Iterator[Program]:
         b = self.buckets
@@ -347,9 +333,3 @@ class Runner(RowCopies):
 
 def _send(place: Any, rows: bytes) -> jax.Array:
     return jax.device_put(np.frombuffer(rows, np.int32), place)
-
-
-def _like_step(params: Any, cache: Cache, *rest: Any, shape: Shape) -> Any:
-    """The tree structure of what `Runner._step_program` returns."""
-    drafts = Drafts(0, 0) if shape.drafts else None
-    return 0, cache, (0, 0, 0) if shape.scores else None, None if shape.rows_alone else (0, drafts)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -93,6 +94,18 @@ def test_what_cannot_be_traced_cancels_what_waits():
     with pytest.raises(ValueError, match="no such shape"):
         list(compile_all(programs, {(stub,): 1, (other,): 1}))
     assert (stub.begun, other.begun) == (["one"], ["two"])
+
+
+def test_what_others_trace_comes_as_soon_as_they_have():
+    stub, elsewhere = Stub(), {name: Future() for name in "abc"}
+    elsewhere["b"].set_result(None)
+    names = compile_all([stub.program(name) for name in "abcde"], {(stub,): 1}, elsewhere)
+    assert [next(names), next(names)] == ["b", "d"]
+    elsewhere["c"].set_result(None)
+    assert [next(names), next(names)] == ["c", "e"]
+    threading.Timer(0.1, elsewhere["a"].set_result, [None]).start()
+    assert list(names) == ["a", *"bdcea"]
+    assert stub.begun == [*"bdcea"]
 
 
 def test_functions_share_threads():

@@ -242,7 +242,7 @@ def test_what_the_compiler_is_told_on_a_gpu():
         runner = tiny_runner.__wrapped__("full")
     calls = [call for call in jit.call_args_list if call.args]
     made = next(call for call in calls if call.args[0] is sampling.sample)
-    of_steps = [call for call in calls if getattr(call.args[0], "__name__", "") == "_step_program"]
+    of_steps = [call for call in calls if getattr(call.args[0], "__name__", "") == "run_step"]
     with_chunk, alone = (call.kwargs["compiler_options"] for call in of_steps)
     assert with_chunk == {"xla_disable_hlo_passes": "rematerialization"}
     assert alone == with_chunk | {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

@@ -1,0 +1,186 @@
+"""Processes that trace a model's steps side by side and leave them in the store: tracing holds Python's lock.
+
+  python -m serve.tracers FD_OF_THE_SOCKET        one of them
+
+For a GPU a step takes five seconds to trace and lower, whatever its layers: mostly Mosaic's lowering of each kernel. A first
+start has some twenty of them. What a process fails to leave there the engine's own traces.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from logging.handlers import QueueHandler
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import jax
+
+from models.config import ModelConfig
+from serve import wire
+from serve.buckets import Shape
+from serve.program_store import ProgramStore
+from serve.step_program import like_step, step_program
+from tangram_jax.plan import CachePlan
+from tangram_jax.scorers import Scorer
+from tangram_jax.sharding import TensorParallel
+
+MODULE = "serve.tracers"
+MOST = 4  # each has a gigabyte, and a context on the GPU
+SECONDS = 180.0  # that a program may take, with the start of its process
+
+log = logging.getLogger("tangram.engine")
+
+
+class Steps(NamedTuple):
+    """Whose steps they are: what a process is told first."""
+
+    directory: Path
+    config: ModelConfig
+    plan: CachePlan
+    scorer: Scorer
+    devices: int
+    settings: Mapping[str, Any]  # of JAX, which are part of a program's name
+
+    def store(self) -> ProgramStore:
+        return ProgramStore(self.directory, self.config, self.plan, self.scorer, self.devices)
+
+    def here(self) -> Callable[..., Any]:
+        """The function whose programs are kept, in a process that has just begun."""
+        for name, value in self.settings.items():
+            if jax.config.values.get(name) != value:
+                jax.config.update(name, value)
+        several = self.devices > 1
+        parallel = TensorParallel.of(self.config, self.plan, self.devices) if several else None
+        run = step_program(self.config, self.plan, self.scorer, parallel)
+        return self.store().keep("step", run, like_step)
+
+
+class Task(NamedTuple):
+    """A program to trace."""
+
+    arguments: tuple[Any, ...]  # of jax.ShapeDtypeStruct
+    shape: Shape
+
+
+def most_processes(platform: str) -> int:
+    """How many are worth their start: on a CPU none, where a step takes a second to trace."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST, cores // 4) if platform == "gpu" else 0
+
+
+@contextlib.contextmanager
+def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator[dict[str, Future[None]]]:
+    """Trace them by name, in their order. Done are those that no process has to do with any more, however that ended.
+
+    At the end of the context the processes are killed. What they warn of is logged here, once.
+    """
+    said: dict[tuple[str, str], logging.LogRecord] = {}
+    done: dict[str, Future[None]] = {name: Future() for name in tasks}
+    left: SimpleQueue[tuple[str, Task]] = SimpleQueue()
+    for item in tasks.items():
+        left.put(item)
+    with contextlib.ExitStack() as ending:
+        threads = []
+        for _ in range(min(processes, len(tasks))):
+            try:
+                end = ending.enter_context(_process())
+            except OSError as error:
+                log.debug("No process traces steps: %s", error)
+                break
+            threads.append(threading.Thread(target=_drive, args=(end, steps, left, done, said), daemon=True))
+        for thread in threads:
+            thread.start()
+        # Where all have ended, or none could be started, nobody does what is left.
+        threading.Thread(target=_give_up, args=(threads, done), daemon=True).start()
+        yield done
+
+
+@contextlib.contextmanager
+def _process() -> Iterator[socket.socket]:
+    """This side of the socket to a new one. Raises OSError where it cannot be started."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            environment = os.environ | {
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # it computes next to nothing
+            }
+            command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
+            popen = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        ours.settimeout(SECONDS)
+        try:
+            yield ours
+        finally:
+            popen.kill()
+            popen.wait()
+
+
+def _drive(
+    end: socket.socket,
+    steps: Steps,
+    left: SimpleQueue[tuple[str, Task]],
+    done: dict[str, Future[None]],
+    said: dict[tuple[str, str], logging.LogRecord],
+) -> None:
+    """Have one process do what is left, a task after another. Then it ends: it holds memory of the GPU."""
+    with end, contextlib.suppress(Empty):
+        try:
+            wire.send(end, steps)
+            while True:
+                name, task = left.get_nowait()
+                try:
+                    wire.send(end, task)
+                    fault, warnings = wire.receive(end)
+                finally:
+                    done[name].set_result(None)
+                if fault:
+                    log.debug("%s cannot be traced in another process: %s", name, fault)
+                for record in warnings:
+                    if said.setdefault((record.name, record.getMessage()), record) is record:
+                        logging.getLogger(record.name).handle(record)
+        except (EOFError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+            log.debug("A process that traces steps has ended, or cannot be told of them: %r", error)
+
+
+def _give_up(threads: list[threading.Thread], done: dict[str, Future[None]]) -> None:
+    for thread in threads:
+        thread.join()
+    for future in done.values():
+        if not future.done():
+            future.set_result(None)
+
+
+def main() -> None:
+    end = socket.socket(fileno=int(sys.argv[1]))
+    said: SimpleQueue[logging.LogRecord] = SimpleQueue()
+    logging.basicConfig(format="%(message)s", handlers=[QueueHandler(said)])
+    program = None
+    with contextlib.suppress(EOFError):
+        steps = wire.receive(end)
+        while True:
+            task, fault = wire.receive(end), None
+            try:
+                program = program or steps.here()
+                jax.eval_shape(partial(program, shape=task.shape), *task.arguments)
+            except Exception as error:  # the engine's process finds it as well, if it matters
+                fault = repr(error)
+            wire.send(end, (fault, [said.get() for _ in range(said.qsize())]))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main()
+    os._exit(0)

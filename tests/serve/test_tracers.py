@@ -1,0 +1,155 @@
+"""Steps that other processes trace: found by the engine's own, which does without those that fail."""
+
+import dataclasses
+import logging
+import signal
+import subprocess
+import time
+from concurrent.futures import wait
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import tangram_jax as tj
+from models.testing import random_params, tiny_config
+from serve import tracers
+from serve.buckets import Buckets
+from serve.runner import Runner
+from tangram_jax.scorers import StreamingLLM
+from tests.serve.http_server import wait_until
+
+CONFIG = tiny_config(num_layers=1)
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """An engine's, as on a machine where two processes trace."""
+    monkeypatch.setattr("serve.runner.most_processes", lambda platform: 2)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 0.5), 2, 8, window=8)
+    buckets = Buckets(mixed_chunks=(8,), largest_chunk=16, batches=(2,), prompt_logprobs=8)
+    return Runner(
+        random_params(CONFIG, 0), CONFIG, plan, tj.get_scorer("expected_attention"), buckets, num_pages=40,
+        num_rows=2, max_model_len=64, max_tail=8, programs=tmp_path / "programs",
+    )  # fmt: skip
+
+
+def specs(runner, shape):
+    """What the program of that shape takes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), runner._step_arguments(shape))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that were."""
+    found = []
+
+    def popen(*args, **kwargs):
+        found.append(inner(*args, **kwargs))
+        return found[-1]
+
+    inner = subprocess.Popen
+    monkeypatch.setattr(tracers.subprocess, "Popen", popen)
+    return found
+
+
+def test_the_engine_finds_what_they_trace(runner, started):
+    with runner._tracing() as elsewhere:
+        assert elsewhere.keys() == {shape.name for shape in runner.buckets.shapes} and len(elsewhere) == 4
+        wait(elsewhere.values(), timeout=120)
+        assert len(started) == 2
+        wait_until(lambda: all(process.poll() is not None for process in started))  # they hold a GPU's memory
+    for shape in runner.buckets.shapes:
+        runner._steps[0].trace(*runner._step_arguments(shape), shape=shape)
+    assert (runner._store.found, runner._store.made) == (4, 0)
+    with runner._tracing() as elsewhere:
+        assert not elsewhere
+    assert len(started) == 2
+
+
+def test_they_are_none_where_the_engine_does_without(runner, monkeypatch):
+    monkeypatch.setattr("serve.runner.most_processes", lambda platform: 1)
+    with runner._tracing() as elsewhere:
+        assert not elsewhere
+    runner._kept = runner._store = None  # nothing is kept
+    with runner._tracing() as elsewhere:
+        assert not elsewhere
+
+
+@pytest.mark.parametrize("module", ["serve.no_such_module", "json.tool"])
+def test_processes_that_end_leave_it_to_the_engine(module, runner, monkeypatch):
+    monkeypatch.setattr(tracers, "MODULE", module)
+    with runner._tracing() as elsewhere:
+        assert not wait(elsewhere.values(), timeout=60).not_done
+    assert not list(runner._kept.directory.glob("*"))
+
+
+def test_so_do_those_that_cannot_be_started(runner, monkeypatch):
+    monkeypatch.setattr(
+        tracers.subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError("too many"))
+    )
+    with runner._tracing() as elsewhere:
+        assert len(elsewhere) == 4 and not wait(elsewhere.values(), timeout=60).not_done
+
+
+def test_so_do_those_that_cannot_be_told(runner):
+    steps = runner._kept._replace(scorer=lambda: None)  # no pickle
+    task = tracers.Task((), runner.buckets.shapes[0])
+    with tracers.tracing(steps, {"a": task, "b": task}, 2) as elsewhere:
+        assert not wait(elsewhere.values(), timeout=60).not_done
+
+
+def test_a_step_that_cannot_be_traced_ends_nothing(runner):
+    shape = runner.buckets.shapes[-1]
+    right = specs(runner, shape)
+    tasks = {"wrong": tracers.Task((*right[:3], jax.ShapeDtypeStruct((1, 1), np.float32)), shape)}
+    with tracers.tracing(runner._kept, tasks | {"right": tracers.Task(right, shape)}, 1) as elsewhere:
+        assert not wait(elsewhere.values(), timeout=120).not_done
+    assert runner._store.has("step", right, {"shape": shape})
+
+
+@dataclasses.dataclass(frozen=True)
+class Loud(StreamingLLM):
+    """Warns when it is traced."""
+
+    def score(self, x):
+        logging.getLogger("tests.loud").warning("of %s", "this")
+        return super().score(x)
+
+
+def test_what_they_warn_of_is_logged_once(runner, caplog):
+    steps = runner._kept._replace(scorer=Loud())
+    shapes = [shape for shape in runner.buckets.shapes if shape.chunk]
+    tasks = {shape.name: tracers.Task(specs(runner, shape), shape) for shape in shapes}
+    with tracers.tracing(steps, tasks, 2) as elsewhere:
+        assert not wait(elsewhere.values(), timeout=120).not_done
+        wait_until(lambda: "tests.loud" in caplog.text)
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("tests.loud", "WARNING", "of this")
+    ]
+    assert all(steps.store().has("step", task.arguments, {"shape": task.shape}) for task in tasks.values())
+
+
+def test_one_that_hangs_is_not_waited_for_long(runner, started, monkeypatch):
+    monkeypatch.setattr(tracers, "SECONDS", 0.5)
+    with runner._tracing() as elsewhere:
+        for process in started:
+            process.send_signal(signal.SIGSTOP)
+        assert not wait(elsewhere.values(), timeout=60).not_done
+    assert all(process.returncode == -signal.SIGKILL for process in started)
+
+
+def test_what_ends_the_start_ends_them(runner, started):
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), runner._tracing():
+        raise KeyboardInterrupt
+    assert all(process.returncode == -signal.SIGKILL for process in started) and len(started) == 2
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("cores", "count"), [(2, 0), (8, 2), (16, 4), (96, 4)])
+def test_how_many(cores, count, monkeypatch):
+    monkeypatch.setattr(tracers, "os", SimpleNamespace(cpu_count=lambda: cores))
+    assert tracers.most_processes("gpu") == count
+    assert tracers.most_processes("cpu") == 0
