@@ -2,8 +2,8 @@
 
   python -m serve.tracers FD_OF_THE_SOCKET        one of them
 
-For a GPU a step takes five seconds to trace and lower, whatever its layers: mostly Mosaic's lowering of each kernel. A first
-start has some twenty of them. What a process fails to leave there the engine's own traces.
+For a GPU a step takes up to six seconds to trace and lower, whatever its layers: mostly Mosaic's lowering of each kernel. A
+first start has some twenty of them. What a process fails to leave there the engine's own traces.
 """
 
 import contextlib
