@@ -130,10 +130,10 @@ class ProgramStore:
 
         return kept
 
-    def has(self, name: str, args: tuple[Any, ...], static: dict[str, Any]) -> bool:
-        """Whether there is a file of the program that these arguments, or some of their shapes, are for."""
+    def path_for(self, name: str, args: tuple[Any, ...], static: dict[str, Any]) -> Path:
+        """The file of the program that these arguments, or any of their shapes, are for."""
         leaves, tree = jax.tree.flatten(args)
-        return self.path(name, tree, _shapes(leaves), static).exists()
+        return self.path(name, tree, _shapes(leaves), static)
 
     def path(self, name: str, tree: Any, shapes: list[jax.ShapeDtypeStruct], static: dict[str, Any]) -> Path:
         """The file of one program: of arguments of this tree structure and these shapes."""

@@ -298,8 +298,9 @@ class Runner(RowCopies):
                 arguments = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._step_arguments(shape)
                 )
-                if not self._store.has("step", arguments, {"shape": shape}):
-                    tasks[shape.name] = Task(arguments, shape)
+                path = self._store.path_for("step", arguments, {"shape": shape})
+                if not path.exists():
+                    tasks[shape.name] = Task(arguments, shape, path)
         return tracing(self._kept, tasks, processes) if self._kept and len(tasks) > 1 else nullcontext({})
 
     def _programs(self) -> Iterator[Program]:

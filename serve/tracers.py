@@ -41,6 +41,14 @@ SECONDS = 180.0  # that a program may take, with the start of its process
 log = logging.getLogger("tangram.engine")
 
 
+class Task(NamedTuple):
+    """A program to trace."""
+
+    arguments: tuple[Any, ...]  # of jax.ShapeDtypeStruct
+    shape: Shape
+    path: Path  # where it is to be found
+
+
 class Steps(NamedTuple):
     """Whose steps they are: what a process is told first."""
 
@@ -54,22 +62,25 @@ class Steps(NamedTuple):
     def store(self) -> ProgramStore:
         return ProgramStore(self.directory, self.config, self.plan, self.scorer, self.devices)
 
-    def here(self) -> Callable[..., Any]:
-        """The function whose programs are kept, in a process that has just begun."""
+    def tracer(self) -> Callable[[Task], None]:
+        """What traces them in a process that has just begun.
+
+        Raises RuntimeError for what would be kept under another name, as where there is no memory left on the GPU for JAX.
+        """
         for name, value in self.settings.items():
             if jax.config.values.get(name) != value:
                 jax.config.update(name, value)
         several = self.devices > 1
         parallel = TensorParallel.of(self.config, self.plan, self.devices) if several else None
-        run = step_program(self.config, self.plan, self.scorer, parallel)
-        return self.store().keep("step", run, like_step)
+        store = self.store()
+        run = store.keep("step", step_program(self.config, self.plan, self.scorer, parallel), like_step)
 
+        def trace(task: Task) -> None:
+            if store.path_for("step", task.arguments, {"shape": task.shape}) != task.path:
+                raise RuntimeError(f"on {jax.devices()} it would be another program")
+            jax.eval_shape(partial(run, shape=task.shape), *task.arguments)
 
-class Task(NamedTuple):
-    """A program to trace."""
-
-    arguments: tuple[Any, ...]  # of jax.ShapeDtypeStruct
-    shape: Shape
+        return trace
 
 
 def most_processes(platform: str) -> int:
@@ -167,14 +178,14 @@ def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     said: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logging.basicConfig(format="%(message)s", handlers=[QueueHandler(said)])
-    program = None
+    trace: Callable[[Task], None] | None = None
     with contextlib.suppress(EOFError):
         steps = wire.receive(end)
         while True:
             task, fault = wire.receive(end), None
             try:
-                program = program or steps.here()
-                jax.eval_shape(partial(program, shape=task.shape), *task.arguments)
+                trace = trace or steps.tracer()
+                trace(task)
             except Exception as error:  # the engine's process finds it as well, if it matters
                 fault = repr(error)
             wire.send(end, (fault, [said.get() for _ in range(said.qsize())]))

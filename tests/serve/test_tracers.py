@@ -35,9 +35,9 @@ def runner(tmp_path, monkeypatch):
     )  # fmt: skip
 
 
-def specs(runner, shape):
-    """What the program of that shape takes."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), runner._step_arguments(shape))
+def task_of(steps, runner, shape):
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), runner._step_arguments(shape))
+    return tracers.Task(arguments, shape, steps.store().path_for("step", arguments, {"shape": shape}))
 
 
 @pytest.fixture
@@ -95,18 +95,31 @@ def test_so_do_those_that_cannot_be_started(runner, monkeypatch):
 
 def test_so_do_those_that_cannot_be_told(runner):
     steps = runner._kept._replace(scorer=lambda: None)  # no pickle
-    task = tracers.Task((), runner.buckets.shapes[0])
+    task = tracers.Task((), runner.buckets.shapes[0], runner._kept.directory / "nowhere")
     with tracers.tracing(steps, {"a": task, "b": task}, 2) as elsewhere:
         assert not wait(elsewhere.values(), timeout=60).not_done
 
 
 def test_a_step_that_cannot_be_traced_ends_nothing(runner):
     shape = runner.buckets.shapes[-1]
-    right = specs(runner, shape)
-    tasks = {"wrong": tracers.Task((*right[:3], jax.ShapeDtypeStruct((1, 1), np.float32)), shape)}
-    with tracers.tracing(runner._kept, tasks | {"right": tracers.Task(right, shape)}, 1) as elsewhere:
+    right = task_of(runner._kept, runner, shape)
+    arguments = (*right.arguments[:3], jax.ShapeDtypeStruct((1, 1), np.float32))
+    path = runner._store.path_for("step", arguments, {"shape": shape})
+    tasks = {"wrong": tracers.Task(arguments, shape, path), "right": right}
+    with tracers.tracing(runner._kept, tasks, 1) as elsewhere:
         assert not wait(elsewhere.values(), timeout=120).not_done
-    assert runner._store.has("step", right, {"shape": shape})
+    assert right.path.exists() and not path.exists()
+
+
+def test_what_would_have_another_name_is_not_traced(runner, caplog):
+    """As where JAX finds no room on the GPU, and takes the CPU."""
+    caplog.set_level(logging.DEBUG, "tangram.engine")
+    steps = runner._kept._replace(settings={"jax_default_matmul_precision": "highest"})
+    shape = runner.buckets.shapes[-1]
+    with tracers.tracing(steps, {"a": task_of(runner._kept, runner, shape)}, 1) as elsewhere:
+        assert not wait(elsewhere.values(), timeout=120).not_done
+        wait_until(lambda: "it would be another program" in caplog.text)
+    assert not list(steps.directory.glob("*"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +134,14 @@ class Loud(StreamingLLM):
 def test_what_they_warn_of_is_logged_once(runner, caplog):
     steps = runner._kept._replace(scorer=Loud())
     shapes = [shape for shape in runner.buckets.shapes if shape.chunk]
-    tasks = {shape.name: tracers.Task(specs(runner, shape), shape) for shape in shapes}
+    tasks = {shape.name: task_of(steps, runner, shape) for shape in shapes}
     with tracers.tracing(steps, tasks, 2) as elsewhere:
         assert not wait(elsewhere.values(), timeout=120).not_done
         wait_until(lambda: "tests.loud" in caplog.text)
     assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
         ("tests.loud", "WARNING", "of this")
     ]
-    assert all(steps.store().has("step", task.arguments, {"shape": task.shape}) for task in tasks.values())
+    assert all(task.path.exists() for task in tasks.values())
 
 
 def test_one_that_hangs_is_not_waited_for_long(runner, started, monkeypatch):
