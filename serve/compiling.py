@@ -40,13 +40,22 @@ def compile_all(
     pool_of = {function: pool for functions, pool in pools.items() for function in functions}
     compiled: list[tuple[str, Future[Any]]] = []
     try:
-        for name, function, arguments, static in _as_they_come(programs, elsewhere):
-            yield name
+        left = deque(p for p in programs if p.name not in elsewhere)
+        waiting = {p.name: p for p in programs if p.name in elsewhere}
+        while left or waiting:
+            traced = next((name for name in waiting if elsewhere[name].done()), None)
+            program = waiting.pop(traced) if traced else left.popleft() if left else None
+            yield program.name if program else next(iter(waiting))
             for _, future in compiled:
                 if future.done():
                     future.result()
-            lowered = function.trace(*arguments(), **static).lower()
-            compiled.append((name, pool_of[function].submit(lowered.compile)))
+            if program:
+                name, function, arguments, static = program
+                lowered = function.trace(*arguments(), **static).lower()
+                compiled.append((name, pool_of[function].submit(lowered.compile)))
+            else:
+                busy = [future for _, future in compiled if not future.done()]
+                wait([*(elsewhere[name] for name in waiting), *busy], return_when=FIRST_COMPLETED)
         for name, future in compiled:
             yield name
             future.result()
@@ -56,16 +65,3 @@ def compile_all(
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in pools.values():
             pool.shutdown()
-
-
-def _as_they_come(programs: list[Program], elsewhere: Mapping[str, Future[None]]) -> Iterator[Program]:
-    left = deque(p for p in programs if p.name not in elsewhere)
-    waiting = {p.name: p for p in programs if p.name in elsewhere}
-    while left or waiting:
-        done = next((name for name in waiting if elsewhere[name].done()), None)
-        if done is not None:
-            yield waiting.pop(done)
-        elif left:
-            yield left.popleft()
-        else:
-            wait([elsewhere[name] for name in waiting], return_when=FIRST_COMPLETED)

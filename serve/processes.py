@@ -35,11 +35,7 @@ class _Process:
     def __init__(self, listener: socket.socket, counts: str | None) -> None:
         self._began = time.monotonic()
         self.end, theirs = socket.socketpair()
-        # JAX is imported there, too, and leaves the GPU alone.
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "JAX_PLATFORMS": "cpu",
-        }
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environment.pop(MULTIPROCESS, None)  # it may be there for others
         if counts:
             environment[MULTIPROCESS] = counts

@@ -99,6 +99,12 @@ class ProgramStore:
             # It says where the library is that compiled kernels call; otherwise only lowering would import it.
             importlib.import_module("jax.experimental.mosaic.gpu")
 
+    @property
+    def writable(self) -> bool:
+        """Whether files may be made there, as far as rights go."""
+        there = next((p for p in (self._directory, *self._directory.parents) if p.exists()), None)
+        return there is not None and there.is_dir() and os.access(there, os.W_OK)
+
     def keep(
         self, name: str, function: Callable[..., Any], out_like: Callable[..., Any]
     ) -> Callable[..., Any]:
@@ -164,16 +170,23 @@ class ProgramStore:
                 fresh.replace(path)
             finally:
                 fresh.unlink(missing_ok=True)
-            # With those that a killed process left under the names of fresh ones.
-            old = sorted(self._directory.glob("*"), key=lambda p: p.stat().st_mtime, reverse=True)
-            for path in old[MOST_FILES:]:
-                path.unlink(missing_ok=True)
         except OSError as error:
             if not self._told:
-                log.warning("Programs cannot be kept, so that every start traces them: %s", error)
+                log.warning(
+                    "Programs cannot be kept in %s, so that every start traces them: %s",
+                    self._directory, error.strerror,
+                )  # fmt: skip
             self._told = True
             return
         self.made += 1
+        self._drop_old()
+
+    def _drop_old(self) -> None:
+        """With those that a killed process left under the names of fresh ones."""
+        with contextlib.suppress(OSError):  # gone meanwhile: another process drops and renames, too
+            old = sorted(self._directory.glob("*"), key=lambda p: p.stat().st_mtime, reverse=True)
+            for path in old[MOST_FILES:]:
+                path.unlink(missing_ok=True)
 
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -83,7 +83,6 @@ class Runner(RowCopies):
         self._everywhere = parallel.everywhere if parallel else self._device
         self.params = parallel.place(params) if parallel else jax.device_put(params, self._device)
         self.config, self.plan, self.buckets = config, plan, buckets
-        self._scorer = scorer
         self._new_cache = partial(
             parallel.init_cache if parallel else partial(init_cache, plan, config),
             num_pages=num_pages,
@@ -286,14 +285,16 @@ class Runner(RowCopies):
 
     def _threads(self) -> dict[tuple[Any, ...], int]:
         """How many compile the steps, and what samples."""
-        # Two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk on a CPU.
-        steps, few = max(2, threads_for(1 / 2)), threads_for(1 / 8)
+        # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
+        # On a CPU two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk.
+        steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
+        few = threads_for(1 / 8)
         return {self._steps: steps, (self.sampler.run,): few, (self.sampler.run_drafts,): few}
 
     def _tracing(self) -> AbstractContextManager[dict[str, Future[None]]]:
         """What other processes trace of the steps that are not in the store, by name."""
         processes, tasks = most_processes(self._device.platform), {}
-        if self._kept and self._store and processes > 1:
+        if self._kept and self._store and self._store.writable and processes > 1:
             for shape in self.buckets.shapes:
                 arguments = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._step_arguments(shape)

@@ -7,9 +7,9 @@ first start has some twenty of them. What a process fails to leave there the eng
 """
 
 import contextlib
+import ctypes
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -37,6 +37,8 @@ from tangram_jax.sharding import TensorParallel
 MODULE = "serve.tracers"
 MOST = 4  # each has a gigabyte, and a context on the GPU
 SECONDS = 180.0  # that a program may take, with the start of its process
+_LAST_SECONDS = 5.0  # that a process may take to end
+_PR_SET_PDEATHSIG = 1  # of Linux
 
 log = logging.getLogger("tangram.engine")
 
@@ -106,11 +108,10 @@ def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator
             try:
                 end = ending.enter_context(_process())
             except OSError as error:
-                log.debug("No process traces steps: %s", error)
+                log.info("One process fewer traces steps, so that this start takes longer: %s", error)
                 break
             threads.append(threading.Thread(target=_drive, args=(end, steps, left, done, said), daemon=True))
-        for thread in threads:
-            thread.start()
+            threads[-1].start()
         # Where all have ended, or none could be started, nobody does what is left.
         threading.Thread(target=_give_up, args=(threads, done), daemon=True).start()
         yield done
@@ -129,14 +130,15 @@ def _process() -> Iterator[socket.socket]:
             command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())]
             popen = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                stdout=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         ours.settimeout(SECONDS)
         try:
             yield ours
         finally:
             popen.kill()
-            popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds
+                popen.wait(_LAST_SECONDS)
 
 
 def _drive(
@@ -146,7 +148,7 @@ def _drive(
     done: dict[str, Future[None]],
     said: dict[tuple[str, str], logging.LogRecord],
 ) -> None:
-    """Have one process do what is left, a task after another. Then it ends: it holds memory of the GPU."""
+    """Have one process do what is left, a task after another, until one fails. Then it ends: it holds memory of the GPU."""
     with end, contextlib.suppress(Empty):
         try:
             wire.send(end, steps)
@@ -155,15 +157,23 @@ def _drive(
                 try:
                     wire.send(end, task)
                     fault, warnings = wire.receive(end)
+                    for record in warnings:
+                        _log_once(record, said)
                 finally:
                     done[name].set_result(None)
                 if fault:
-                    log.debug("%s cannot be traced in another process: %s", name, fault)
-                for record in warnings:
-                    if said.setdefault((record.name, record.getMessage()), record) is record:
-                        logging.getLogger(record.name).handle(record)
-        except (EOFError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
-            log.debug("A process that traces steps has ended, or cannot be told of them: %r", error)
+                    raise RuntimeError(fault)
+        except Empty:
+            raise
+        except Exception as error:  # whatever it says, or cannot be told
+            log.info("One process fewer traces steps, so that this start takes longer: %r", error)
+
+
+def _log_once(record: logging.LogRecord, said: dict[tuple[str, str], logging.LogRecord]) -> None:
+    logger = logging.getLogger(record.name)
+    first = said.setdefault((record.name, record.getMessage()), record) is record
+    if first and logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
 def _give_up(threads: list[threading.Thread], done: dict[str, Future[None]]) -> None:
@@ -175,17 +185,24 @@ def _give_up(threads: list[threading.Thread], done: dict[str, Future[None]]) -> 
 
 
 def main() -> None:
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # it ends with the process that started it, stopped or not
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
     said: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logging.basicConfig(format="%(message)s", handlers=[QueueHandler(said)])
     trace: Callable[[Task], None] | None = None
     with contextlib.suppress(EOFError):
-        steps = wire.receive(end)
         while True:
-            task, fault = wire.receive(end), None
+            fault = None
             try:
-                trace = trace or steps.tracer()
-                trace(task)
+                trace = trace or wire.receive(end).tracer()
+                trace(task := wire.receive(end))
+                if not task.path.exists():
+                    fault = f"{task.path} could not be written"
+            except EOFError:
+                raise
             except Exception as error:  # the engine's process finds it as well, if it matters
                 fault = repr(error)
             wire.send(end, (fault, [said.get() for _ in range(said.qsize())]))

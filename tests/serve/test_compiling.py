@@ -102,10 +102,27 @@ def test_what_others_trace_comes_as_soon_as_they_have():
     names = compile_all([stub.program(name) for name in "abcde"], {(stub,): 1}, elsewhere)
     assert [next(names), next(names)] == ["b", "d"]
     elsewhere["c"].set_result(None)
-    assert [next(names), next(names)] == ["c", "e"]
-    threading.Timer(0.1, elsewhere["a"].set_result, [None]).start()
-    assert list(names) == ["a", *"bdcea"]
+    assert [next(names), next(names), next(names)] == ["c", "e", "a"]
+    threading.Timer(0.3, elsewhere["a"].set_result, [None]).start()
+    rest = list(names)
+    assert rest[-5:] == [*"bdcea"] and {*rest[:-5]} == {
+        "a"
+    }  # as often as something was compiled meanwhile, and then
     assert stub.begun == [*"bdcea"]
+
+
+def test_what_fails_while_others_trace_is_raised_at_once():
+    stub, go = Stub(), threading.Event()
+
+    def fail() -> None:
+        go.wait(60)
+        raise MemoryError("too large")
+
+    names = compile_all([stub.program("a"), stub.program("b", fail)], {(stub,): 1}, {"a": Future()})
+    assert [next(names), next(names)] == ["b", "a"]
+    go.set()
+    with pytest.raises(MemoryError, match="too large"):
+        list(names)
 
 
 def test_functions_share_threads():

@@ -142,6 +142,8 @@ def check(case: Case, seed: int, bursts: int, monkeypatch: pytest.MonkeyPatch) -
                 assert case.fails or answer.finish_reason != "error"
                 if asked.request.sampling.logit_bias:
                     assert set(answer.tokens) <= {REPEATED}
+                    whole = len(answer.tokens) == asked.request.sampling.max_tokens
+                    assert whole or answer.finish_reason != "length"
                 elif answer.finish_reason == "length" and case.is_exact(asked):
                     config = tiny.runner.config
                     assert behind(asked.request.prompt_ids, answer.tokens, config) < case.within

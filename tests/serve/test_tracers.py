@@ -100,25 +100,35 @@ def test_so_do_those_that_cannot_be_told(runner):
         assert not wait(elsewhere.values(), timeout=60).not_done
 
 
-def test_a_step_that_cannot_be_traced_ends_nothing(runner):
+def test_a_fault_leaves_the_rest_to_others(runner, caplog):
+    caplog.set_level(logging.INFO, "tangram.engine")
     shape = runner.buckets.shapes[-1]
     right = task_of(runner._kept, runner, shape)
     arguments = (*right.arguments[:3], jax.ShapeDtypeStruct((1, 1), np.float32))
-    path = runner._store.path_for("step", arguments, {"shape": shape})
-    tasks = {"wrong": tracers.Task(arguments, shape, path), "right": right}
-    with tracers.tracing(runner._kept, tasks, 1) as elsewhere:
+    wrong = tracers.Task(arguments, shape, runner._store.path_for("step", arguments, {"shape": shape}))
+    with tracers.tracing(runner._kept, {"wrong": wrong, "right": right}, 1) as elsewhere:
         assert not wait(elsewhere.values(), timeout=120).not_done
-    assert right.path.exists() and not path.exists()
+        wait_until(lambda: "One process fewer traces steps" in caplog.text)
+    assert not right.path.exists() and not wrong.path.exists()
+
+
+def test_what_cannot_be_written_is_traced_by_the_engine_alone(runner, started, tmp_path):
+    (tmp_path / "file").touch()
+    runner._store._directory = tmp_path / "file" / "programs"
+    assert not runner._store.writable
+    with runner._tracing() as elsewhere:
+        assert not elsewhere
+    assert not started
 
 
 def test_what_would_have_another_name_is_not_traced(runner, caplog):
     """As where JAX finds no room on the GPU, and takes the CPU."""
-    caplog.set_level(logging.DEBUG, "tangram.engine")
+    caplog.set_level(logging.INFO, "tangram.engine")
     steps = runner._kept._replace(settings={"jax_default_matmul_precision": "highest"})
     shape = runner.buckets.shapes[-1]
     with tracers.tracing(steps, {"a": task_of(runner._kept, runner, shape)}, 1) as elsewhere:
         assert not wait(elsewhere.values(), timeout=120).not_done
-        wait_until(lambda: "it would be another program" in caplog.text)
+        wait_until(lambda: "it would be another program" in caplog.text)  # just after
     assert not list(steps.directory.glob("*"))
 
 
@@ -131,16 +141,16 @@ class Loud(StreamingLLM):
         return super().score(x)
 
 
-def test_what_they_warn_of_is_logged_once(runner, caplog):
+@pytest.mark.parametrize("level", ["WARNING", "ERROR"])
+def test_what_they_warn_of_is_logged_once(level, runner, caplog):
+    caplog.set_level(level, "tests.loud")
     steps = runner._kept._replace(scorer=Loud())
     shapes = [shape for shape in runner.buckets.shapes if shape.chunk]
     tasks = {shape.name: task_of(steps, runner, shape) for shape in shapes}
     with tracers.tracing(steps, tasks, 2) as elsewhere:
         assert not wait(elsewhere.values(), timeout=120).not_done
-        wait_until(lambda: "tests.loud" in caplog.text)
-    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("tests.loud", "WARNING", "of this")
-    ]
+    said = [(r.name, r.levelname, r.getMessage()) for r in caplog.records]
+    assert said == ([("tests.loud", "WARNING", "of this")] if level == "WARNING" else [])
     assert all(task.path.exists() for task in tasks.values())
 
 
