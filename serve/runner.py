@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
@@ -291,7 +291,7 @@ class Runner(RowCopies):
         few = threads_for(1 / 8)
         return {self._steps: steps, (self.sampler.run,): few, (self.sampler.run_drafts,): few}
 
-    def _tracing(self) -> AbstractContextManager[dict[str, Future[None]]]:
+    def _tracing(self) -> AbstractContextManager[Mapping[str, Future[None]]]:
         """What other processes trace of the steps that are not in the store, by name."""
         processes, tasks = most_processes(self._device.platform), {}
         if self._kept and self._store and self._store.writable and processes > 1:

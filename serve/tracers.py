@@ -92,29 +92,78 @@ def most_processes(platform: str) -> int:
 
 
 @contextlib.contextmanager
-def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator[dict[str, Future[None]]]:
+def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator[Mapping[str, Future[None]]]:
     """Trace them by name, in their order. Done are those that no process has to do with any more, however that ended.
 
     At the end of the context the processes are killed. What they warn of is logged here, once.
     """
-    said: dict[tuple[str, str], logging.LogRecord] = {}
-    done: dict[str, Future[None]] = {name: Future() for name in tasks}
-    left: SimpleQueue[tuple[str, Task]] = SimpleQueue()
-    for item in tasks.items():
-        left.put(item)
+    work = _Work(steps, tasks)
     with contextlib.ExitStack() as ending:
         threads = []
         for _ in range(min(processes, len(tasks))):
             try:
                 end = ending.enter_context(_process())
             except OSError as error:
-                log.info("One process fewer traces steps, so that this start takes longer: %s", error)
+                work.one_fewer(error)
                 break
-            threads.append(threading.Thread(target=_drive, args=(end, steps, left, done, said), daemon=True))
+            threads.append(threading.Thread(target=work.drive, args=(end,), daemon=True))
             threads[-1].start()
-        # Where all have ended, or none could be started, nobody does what is left.
-        threading.Thread(target=_give_up, args=(threads, done), daemon=True).start()
-        yield done
+        ending.callback(work.ended.set)
+        threading.Thread(target=work.give_up, args=(threads,), daemon=True).start()
+        yield work.done
+
+
+class _Work:
+    """What there is to trace, for threads that have a process each do it."""
+
+    def __init__(self, steps: Steps, tasks: Mapping[str, Task]) -> None:
+        self._steps = steps
+        self._left: SimpleQueue[tuple[str, Task]] = SimpleQueue()
+        for item in tasks.items():
+            self._left.put(item)
+        self._said: dict[tuple[str, str], logging.LogRecord] = {}
+        self.done: dict[str, Future[None]] = {name: Future() for name in tasks}
+        self.ended = threading.Event()  # nobody wants it any more
+
+    def drive(self, end: socket.socket) -> None:
+        """Have a process do what is left, one after another, until one fails. Then it ends: it holds memory of the GPU."""
+        with end:
+            try:
+                wire.send(end, self._steps)
+                while True:
+                    try:
+                        name, task = self._left.get_nowait()
+                    except Empty:
+                        return
+                    try:
+                        wire.send(end, task)
+                        fault, warnings = wire.receive(end)
+                        for record in warnings:
+                            self._log_once(record)
+                    finally:
+                        self.done[name].set_result(None)
+                    if fault:
+                        raise RuntimeError(fault)
+            except Exception as error:  # whatever it says, or cannot be told
+                self.one_fewer(error)
+
+    def one_fewer(self, error: Exception) -> None:
+        if not self.ended.is_set():
+            log.info("One process fewer traces steps, so that this start takes longer: %r", error)
+
+    def give_up(self, threads: list[threading.Thread]) -> None:
+        """Where all have ended, or none could be started, nobody does what is left."""
+        for thread in threads:
+            thread.join()
+        for future in self.done.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _log_once(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger(record.name)
+        first = self._said.setdefault((record.name, record.getMessage()), record) is record
+        if first and logger.isEnabledFor(record.levelno):
+            logger.handle(record)
 
 
 @contextlib.contextmanager
@@ -139,49 +188,6 @@ def _process() -> Iterator[socket.socket]:
             popen.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that a driver holds
                 popen.wait(_LAST_SECONDS)
-
-
-def _drive(
-    end: socket.socket,
-    steps: Steps,
-    left: SimpleQueue[tuple[str, Task]],
-    done: dict[str, Future[None]],
-    said: dict[tuple[str, str], logging.LogRecord],
-) -> None:
-    """Have one process do what is left, a task after another, until one fails. Then it ends: it holds memory of the GPU."""
-    with end, contextlib.suppress(Empty):
-        try:
-            wire.send(end, steps)
-            while True:
-                name, task = left.get_nowait()
-                try:
-                    wire.send(end, task)
-                    fault, warnings = wire.receive(end)
-                    for record in warnings:
-                        _log_once(record, said)
-                finally:
-                    done[name].set_result(None)
-                if fault:
-                    raise RuntimeError(fault)
-        except Empty:
-            raise
-        except Exception as error:  # whatever it says, or cannot be told
-            log.info("One process fewer traces steps, so that this start takes longer: %r", error)
-
-
-def _log_once(record: logging.LogRecord, said: dict[tuple[str, str], logging.LogRecord]) -> None:
-    logger = logging.getLogger(record.name)
-    first = said.setdefault((record.name, record.getMessage()), record) is record
-    if first and logger.isEnabledFor(record.levelno):
-        logger.handle(record)
-
-
-def _give_up(threads: list[threading.Thread], done: dict[str, Future[None]]) -> None:
-    for thread in threads:
-        thread.join()
-    for future in done.values():
-        if not future.done():
-            future.set_result(None)
 
 
 def main() -> None:

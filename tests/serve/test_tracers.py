@@ -163,10 +163,13 @@ def test_one_that_hangs_is_not_waited_for_long(runner, started, monkeypatch):
     assert all(process.returncode == -signal.SIGKILL for process in started)
 
 
-def test_what_ends_the_start_ends_them(runner, started):
+def test_what_ends_the_start_ends_them(runner, started, caplog):
+    caplog.set_level(logging.INFO, "tangram.engine")
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), runner._tracing():
+    with pytest.raises(KeyboardInterrupt), runner._tracing() as elsewhere:
         raise KeyboardInterrupt
+    wait(elsewhere.values(), timeout=60)
+    assert not caplog.records  # it is no fault of theirs
     assert all(process.returncode == -signal.SIGKILL for process in started) and len(started) == 2
     assert time.monotonic() - began < 30
 
