@@ -174,7 +174,7 @@ class ProgramStore:
             if not self._told:
                 log.warning(
                     "Programs cannot be kept in %s, so that every start traces them: %s",
-                    self._directory, error.strerror,
+                    self._directory, error.strerror or error,
                 )  # fmt: skip
             self._told = True
             return

@@ -28,6 +28,7 @@ import jax
 from models.config import ModelConfig
 from serve import wire
 from serve.buckets import Shape
+from serve.compiling import threads_for
 from serve.program_store import ProgramStore
 from serve.step_program import like_step, step_program
 from tangram_jax.plan import CachePlan
@@ -87,8 +88,7 @@ class Steps(NamedTuple):
 
 def most_processes(platform: str) -> int:
     """How many are worth their start: on a CPU none, where a step takes a second to trace."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MOST, cores // 4) if platform == "gpu" else 0
+    return min(MOST, threads_for(1 / 4)) if platform == "gpu" else 0
 
 
 @contextlib.contextmanager
@@ -191,9 +191,8 @@ def _process() -> Iterator[socket.socket]:
 
 
 def main() -> None:
-    with contextlib.suppress(
-        AttributeError, OSError
-    ):  # it ends with the process that started it, stopped or not
+    # It ends with the process that started it, stopped or not.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
     said: SimpleQueue[logging.LogRecord] = SimpleQueue()

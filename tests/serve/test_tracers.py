@@ -174,8 +174,8 @@ def test_what_ends_the_start_ends_them(runner, started, caplog):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize(("cores", "count"), [(2, 0), (8, 2), (16, 4), (96, 4)])
+@pytest.mark.parametrize(("cores", "count"), [(2, 1), (8, 2), (16, 4), (96, 4)])
 def test_how_many(cores, count, monkeypatch):
-    monkeypatch.setattr(tracers, "os", SimpleNamespace(cpu_count=lambda: cores))
+    monkeypatch.setattr("serve.compiling.os", SimpleNamespace(cpu_count=lambda: cores))
     assert tracers.most_processes("gpu") == count
     assert tracers.most_processes("cpu") == 0
