@@ -284,11 +284,9 @@ class Runner(RowCopies):
         self.compilations = 0
 
     def _threads(self) -> dict[tuple[Any, ...], int]:
-        """How many compile the steps, and what samples."""
-        # Fewer at once on a GPU: there the compiler also times matrix products on the device. The samplers are small.
-        # On a CPU two at least: what is found in the cache is loaded by one core, 3.5 s for a step with a chunk.
-        steps = threads_for(1 / 4) if self._device.platform == "gpu" else max(2, threads_for(1 / 2))
-        few = threads_for(1 / 8)
+        """How many compile the steps, and what samples, which is small."""
+        # Two at least: what is found in the cache is loaded by one core, on a CPU 3.5 s for a step with a chunk.
+        steps, few = max(2, threads_for(1 / 2)), threads_for(1 / 4)
         return {self._steps: steps, (self.sampler.run,): few, (self.sampler.run_drafts,): few}
 
     def _tracing(self) -> AbstractContextManager[Mapping[str, Future[None]]]:

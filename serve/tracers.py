@@ -1,9 +1,10 @@
-"""Processes that trace a model's steps side by side and leave them in the store: tracing holds Python's lock.
+"""Processes that trace a model's steps side by side and leave them in the store: tracing holds Python's lock. They compile
+the steps' kernels, too (see `serve.kernels`).
 
   python -m serve.tracers FD_OF_THE_SOCKET        one of them
 
 For a GPU a step takes up to six seconds to trace and lower, whatever its layers: mostly Mosaic's lowering of each kernel. A
-first start has some twenty of them. What a process fails to leave there the engine's own traces.
+first start has some twenty of them. What a process fails to leave there the engine's own traces and compiles.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from models.config import ModelConfig
 from serve import wire
 from serve.buckets import Shape
 from serve.compiling import threads_for
+from serve.kernels import Kernel, give_equal_names, lowered
 from serve.program_store import ProgramStore
 from serve.step_program import like_step, step_program
 from tangram_jax.plan import CachePlan
@@ -65,8 +67,8 @@ class Steps(NamedTuple):
     def store(self) -> ProgramStore:
         return ProgramStore(self.directory, self.config, self.plan, self.scorer, self.devices)
 
-    def tracer(self) -> Callable[[Task], None]:
-        """What traces them in a process that has just begun.
+    def tracer(self) -> Callable[[Task], list[Kernel]]:
+        """What traces them in a process that has just begun. It returns the kernels that it has compiled for a program.
 
         Raises RuntimeError for what would be kept under another name, as where there is no memory left on the GPU for JAX.
         """
@@ -78,10 +80,19 @@ class Steps(NamedTuple):
         store = self.store()
         run = store.keep("step", step_program(self.config, self.plan, self.scorer, parallel), like_step)
 
-        def trace(task: Task) -> None:
+        give_equal_names()
+
+        def trace(task: Task) -> list[Kernel]:
             if store.path_for("step", task.arguments, {"shape": task.shape}) != task.path:
                 raise RuntimeError(f"on {jax.devices()} it would be another program")
+            before = lowered().keys()
             jax.eval_shape(partial(run, shape=task.shape), *task.arguments)
+            if not jax.config.jax_compilation_cache_dir:
+                return []
+            new = [kernel for key, kernel in lowered().items() if key not in before]
+            for kernel in new:
+                kernel.compile()
+            return new
 
         return trace
 
@@ -122,6 +133,7 @@ class _Work:
         for item in tasks.items():
             self._left.put(item)
         self._said: dict[tuple[str, str], logging.LogRecord] = {}
+        self._kernels: set[bytes] = set()  # hashes of those that this process has
         self.done: dict[str, Future[None]] = {name: Future() for name in tasks}
         self.ended = threading.Event()  # nobody wants it any more
 
@@ -137,9 +149,11 @@ class _Work:
                         return
                     try:
                         wire.send(end, task)
-                        fault, warnings = wire.receive(end)
+                        fault, warnings, kernels = wire.receive(end)
                         for record in warnings:
                             self._log_once(record)
+                        for kernel in kernels:
+                            self._load_once(kernel)
                     finally:
                         self.done[name].set_result(None)
                     if fault:
@@ -158,6 +172,11 @@ class _Work:
         for future in self.done.values():
             if not future.done():
                 future.set_result(None)
+
+    def _load_once(self, kernel: Kernel) -> None:
+        if kernel.hash not in self._kernels:
+            self._kernels.add(kernel.hash)
+            kernel.compile()
 
     def _log_once(self, record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
@@ -197,20 +216,21 @@ def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     said: SimpleQueue[logging.LogRecord] = SimpleQueue()
     logging.basicConfig(format="%(message)s", handlers=[QueueHandler(said)])
-    trace: Callable[[Task], None] | None = None
+    trace: Callable[[Task], list[Kernel]] | None = None
     with contextlib.suppress(EOFError):
         while True:
-            fault = None
+            fault: str | None = None
+            kernels: list[Kernel] = []
             try:
                 trace = trace or wire.receive(end).tracer()
-                trace(task := wire.receive(end))
+                kernels = trace(task := wire.receive(end))
                 if not task.path.exists():
                     fault = f"{task.path} could not be written"
             except EOFError:
                 raise
             except Exception as error:  # the engine's process finds it as well, if it matters
                 fault = repr(error)
-            wire.send(end, (fault, [said.get() for _ in range(said.qsize())]))
+            wire.send(end, (fault, [said.get() for _ in range(said.qsize())], kernels))
 
 
 if __name__ == "__main__":
