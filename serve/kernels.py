@@ -7,6 +7,9 @@ as a program of its own. JAX's cache of compiled programs takes that in, kernel 
 kernel for every program that contains it, since Mosaic finds compiled kernels by the hash of their text.
 """
 
+import functools
+import logging
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +17,8 @@ import numpy as np
 
 _TARGET = "mosaic_gpu_v2"
 _FILE_NAME = "mosaic_gpu.dump_basename"  # an attribute of a kernel's text
+
+log = logging.getLogger("tangram.engine")
 
 
 class Kernel(NamedTuple):
@@ -23,7 +28,10 @@ class Kernel(NamedTuple):
     text: bytes
 
     def compile(self) -> None:
-        """As a program that does nothing else, and never runs. Or load it, where that has been done."""
+        """As a program that does nothing else, and never runs. Or load it, where that has been done.
+
+        Where that cannot be, whoever compiles a step with this kernel finds out, if it matters.
+        """
 
         def kernel() -> jax.Array:
             call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((1,), np.int32))
@@ -32,23 +40,29 @@ class Kernel(NamedTuple):
                 uses_xla_collective_metadata=False,
             )  # fmt: skip
 
-        jax.jit(kernel).lower().compile()
+        try:
+            jax.jit(kernel).lower().compile()
+        except Exception as error:  # another JAX, or no memory
+            log.debug("Kernel %s is left to its step: %r", self.hash.hex(), error)
 
 
-def lowered() -> dict[bytes, Kernel]:
-    """Those that this process has lowered, by hash. None where this JAX does not say."""
+def lowered() -> list[Kernel]:
+    """Those that this process has lowered. None of them where this JAX does not say."""
     try:
         from jax.experimental.mosaic.gpu.core import KNOWN_KERNELS  # no part of what JAX promises
     except ImportError:
-        return {}
-    return {key: Kernel(key, text) for key, text in KNOWN_KERNELS.items()}
+        return []
+    return [Kernel(*item) for item in KNOWN_KERNELS.items()]
 
 
+@functools.cache
 def give_equal_names() -> None:
     """From now on equal kernels have equal texts, in every process that has called this.
 
-    Otherwise each has a number in it, for files that are written where someone looks for faults.
+    Otherwise each has a number in it, for files that are written where someone looks for faults. There it keeps that.
     """
+    if any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+        return
     try:
         from jax._src.lib.mlir import ir
         from jax.experimental.mosaic.gpu import dialect
@@ -57,6 +71,7 @@ def give_equal_names() -> None:
     except (ImportError, AttributeError):
         return
 
+    @functools.wraps(options_of)
     def with_its_name(module: Any) -> Any:
         attributes = module.operation.attributes
         if _FILE_NAME not in attributes and "sym_name" in attributes:

@@ -23,6 +23,7 @@ import numpy as np
 from jax import export
 
 from models.config import ModelConfig
+from serve.kernels import give_equal_names
 from tangram_jax.plan import CachePlan
 
 PACKAGES = ("models", "pallas_kernels", "serve", "tangram_jax")  # whose code the programs come from
@@ -59,6 +60,12 @@ def keep_compiled(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def compiled_are_kept() -> bool:
+    """Whether the next process finds what this one compiles."""
+    directory = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    return bool(directory) and os.access(directory, os.W_OK)
 
 
 def _drop_cut_short(directory: Path) -> None:
@@ -98,6 +105,7 @@ class ProgramStore:
         if jax.default_backend() == "gpu":
             # It says where the library is that compiled kernels call; otherwise only lowering would import it.
             importlib.import_module("jax.experimental.mosaic.gpu")
+            give_equal_names()
 
     @property
     def writable(self) -> bool:

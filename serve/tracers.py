@@ -30,8 +30,8 @@ from models.config import ModelConfig
 from serve import wire
 from serve.buckets import Shape
 from serve.compiling import threads_for
-from serve.kernels import Kernel, give_equal_names, lowered
-from serve.program_store import ProgramStore
+from serve.kernels import Kernel, lowered
+from serve.program_store import ProgramStore, compiled_are_kept
 from serve.step_program import like_step, step_program
 from tangram_jax.plan import CachePlan
 from tangram_jax.scorers import Scorer
@@ -39,7 +39,7 @@ from tangram_jax.sharding import TensorParallel
 
 MODULE = "serve.tracers"
 MOST = 4  # each has a gigabyte, and a context on the GPU
-SECONDS = 180.0  # that a program may take, with the start of its process
+SECONDS = 180.0  # that a program and its kernels may take, with the start of their process
 _LAST_SECONDS = 5.0  # that a process may take to end
 _PR_SET_PDEATHSIG = 1  # of Linux
 
@@ -80,18 +80,16 @@ class Steps(NamedTuple):
         store = self.store()
         run = store.keep("step", step_program(self.config, self.plan, self.scorer, parallel), like_step)
 
-        give_equal_names()
+        told: set[bytes] = set()  # hashes of kernels
 
         def trace(task: Task) -> list[Kernel]:
             if store.path_for("step", task.arguments, {"shape": task.shape}) != task.path:
                 raise RuntimeError(f"on {jax.devices()} it would be another program")
-            before = lowered().keys()
             jax.eval_shape(partial(run, shape=task.shape), *task.arguments)
-            if not jax.config.jax_compilation_cache_dir:
-                return []
-            new = [kernel for key, kernel in lowered().items() if key not in before]
+            new = [kernel for kernel in lowered() if kernel.hash not in told] if compiled_are_kept() else []
             for kernel in new:
                 kernel.compile()
+                told.add(kernel.hash)
             return new
 
         return trace
@@ -109,8 +107,9 @@ def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator
     At the end of the context the processes are killed. What they warn of is logged here, once.
     """
     work = _Work(steps, tasks)
+    threads: list[threading.Thread] = []
     with contextlib.ExitStack() as ending:
-        threads = []
+        ending.callback(_join, threads)  # one may be loading a kernel
         for _ in range(min(processes, len(tasks))):
             try:
                 end = ending.enter_context(_process())
@@ -124,6 +123,11 @@ def tracing(steps: Steps, tasks: Mapping[str, Task], processes: int) -> Iterator
         yield work.done
 
 
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(_LAST_SECONDS)
+
+
 class _Work:
     """What there is to trace, for threads that have a process each do it."""
 
@@ -134,6 +138,7 @@ class _Work:
             self._left.put(item)
         self._said: dict[tuple[str, str], logging.LogRecord] = {}
         self._kernels: set[bytes] = set()  # hashes of those that this process has
+        self._loading = threading.Lock()
         self.done: dict[str, Future[None]] = {name: Future() for name in tasks}
         self.ended = threading.Event()  # nobody wants it any more
 
@@ -174,9 +179,10 @@ class _Work:
                 future.set_result(None)
 
     def _load_once(self, kernel: Kernel) -> None:
-        if kernel.hash not in self._kernels:
-            self._kernels.add(kernel.hash)
-            kernel.compile()
+        with self._loading:
+            if kernel.hash not in self._kernels and not self.ended.is_set():
+                self._kernels.add(kernel.hash)
+                kernel.compile()
 
     def _log_once(self, record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
