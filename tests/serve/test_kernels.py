@@ -129,7 +129,7 @@ def main(cache: str, what: str) -> None:
     x = jnp.arange(128.0)
     run = jax.jit(lambda x: scaled(x, 2) + 1)
     run.lower(x)
-    (kernel,) = kernels.lowered().values()
+    (kernel,) = kernels.lowered()
     kernel.compile()
     if what == "run":
         np.testing.assert_array_equal(run(x), 2 * np.arange(128) + 1)
