@@ -51,9 +51,10 @@ class RowSampler:
         # What the host reads is copied there as a part of the program: a copy that is asked for takes 0.1 ms to dispatch.
         here = device if isinstance(device, Sharding) else SingleDeviceSharding(device)
         host = here.with_memory_kind("pinned_host")  # a CPU has that kind as well
-        self.run = jax.jit(run, donate_argnums=1, out_shardings=(*[host] * 4, None), **given)
+        # The kind of memory is said of all: otherwise one that the host reads may get what is donated of another kind.
+        self.run = jax.jit(run, donate_argnums=1, out_shardings=(*[host] * 4, here), **given)
         self.run_drafts = jax.jit(
-            run_drafts, donate_argnums=(1, 2), out_shardings=(*[host] * 5, None, None), **given
+            run_drafts, donate_argnums=(1, 2), out_shardings=(*[host] * 5, here, here), **given
         )
 
     @property

@@ -1,5 +1,6 @@
 """Sampling through the engine with a tiny model: seeds, penalties, logprobs, and what ends a choice."""
 
+import re
 from unittest import mock
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.gpu_program import as_on_hopper
 from serve.buckets import Shape
 from serve.handles import Handles
+from serve.row_sampler import RowSampler
 from tangram_jax import sampling
 from tangram_jax.sampling import FULL, GREEDY
 from tests.serve.tiny_engine import (
@@ -180,6 +182,21 @@ def test_what_is_read_lies_in_the_hosts_memory(engine, monkeypatch, logprobs):
         assert {array.sharding.memory_kind for array in arrays} == {"pinned_host"}
     state = engine.runner.sampler.state
     assert "pinned_host" not in {array.sharding.memory_kind for array in jax.tree.leaves(state)}
+
+
+def test_drafts_of_as_many_requests_as_there_are_rows():
+    """The tail of all rows, which is donated, looks like how many drafts of each are right, which the host reads."""
+    sampler = RowSampler(CONFIG, 4, jax.devices()[0], part=8)
+    sampler.reset()
+    given = sampler._draft_arguments(4, 3, masked=False)
+    lowered = sampler.run_drafts.lower(*given, variant=GREEDY).as_text()
+    (results,) = re.findall(r"@main\(.*?-> \((.*?)\) \{\n", lowered, re.DOTALL)
+    kinds = re.findall(r'memory_kind = "(\w+)"', results)
+    aliased = {kinds[int(n)] for n in re.findall(r"tf.aliasing_output = (\d+)", lowered)}
+    assert "pinned_host" in kinds and aliased == {"device"}
+    *read, sampler.state, tail = sampler.run_drafts(*given, variant=GREEDY)
+    assert {x.sharding.memory_kind for x in read if x is not None} == {"pinned_host"}
+    assert tail.shape == (4,) and given[2].is_deleted()
 
 
 def test_stop_tokens_end_a_choice(engine):
