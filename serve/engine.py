@@ -115,6 +115,7 @@ class Engine:
     def start(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every program, then run the loop in a thread. Blocks while compiling."""
         began = time.perf_counter()
+        log.info("Compiling all programs: a minute or two, seconds where an earlier start has kept them")
         for name in self._runner.warm_up():
             if progress:
                 progress(name)

@@ -102,8 +102,9 @@ class _EngineCollector(Collector):
             value = getattr(stats, attribute)
             if value is not None:
                 yield self._gauge(name, help_text, value)
-        usage = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
-        yield self._gauge("kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1", usage)
+        held = max(stats.pages_used - stats.pages_stored, 0)  # as in vLLM: what can be evicted is free
+        usage = held / stats.pages_total if stats.pages_total else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Fraction of KV pages that requests hold, 0 to 1", usage)
         yield self._gauge("engine_ready", "1 after the warm-up, while the engine lives", self._engine.ready)
         if stats.drift:
             yield from self._drift(stats.drift)

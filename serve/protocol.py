@@ -55,7 +55,7 @@ _EXTENSIONS_OFF: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "priority": (0,),
     "cache_salt": (),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
     "prompt_embeds": (),
 }

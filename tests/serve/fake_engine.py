@@ -87,7 +87,8 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             requests_running=self.live,
-            pages_used=3,
+            pages_used=5,
+            pages_stored=2,
             pages_total=12,
             generation_tokens_total=self.generated,
             prefix_hit_tokens_total=7,
