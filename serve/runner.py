@@ -284,7 +284,7 @@ class Runner(RowCopies):
         self.compilations = 0
 
     def _threads(self) -> dict[tuple[Any, ...], int]:
-        """How many compile the steps, and what samples, which is small."""
+        """How many compile the steps, and how many the samplers, which are small."""
         # Two at least: what is found in the cache is loaded by one core, on a CPU 3.5 s for a step with a chunk.
         steps, few = max(2, threads_for(1 / 2)), threads_for(1 / 4)
         return {self._steps: steps, (self.sampler.run,): few, (self.sampler.run_drafts,): few}

@@ -79,7 +79,6 @@ class Steps(NamedTuple):
         parallel = TensorParallel.of(self.config, self.plan, self.devices) if several else None
         store = self.store()
         run = store.keep("step", step_program(self.config, self.plan, self.scorer, parallel), like_step)
-
         told: set[bytes] = set()  # hashes of kernels
 
         def trace(task: Task) -> list[Kernel]:
