@@ -185,7 +185,7 @@ def check_plan(plan: CachePlan, cache: Cache) -> None:
 
 
 def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any, Any]) -> jax.Array:
-    """`rows` i32[N], and `cache.num_rows` for each that has not reserved what it is to hold.
+    """`rows` i32[N], and `cache.num_rows` for each that has not reserved what it is to hold, or whose tail is too long.
 
     `held`: one or several (tokens i32[N], tail i32[N]) of `CachePlan.group_pages`.
     """
@@ -195,7 +195,8 @@ def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any,
         mode="fill", fill_value=NO_PAGE
     )
     there = (pages <= 0) | ((pages <= np.asarray(layout.capacity)) & (owned != NO_PAGE))
-    return jnp.where(there.all(axis=1), rows, cache.num_rows)
+    longest = jnp.stack([jnp.asarray(tail) for _, tail in held]).max(axis=0)
+    return jnp.where(there.all(axis=1) & (longest <= layout.max_tail), rows, cache.num_rows)
 
 
 def check_model(plan: CachePlan, model_config: Any) -> None:

@@ -23,7 +23,7 @@ from flax import struct
 from jax import Array
 
 from tangram_jax.cuda_graphs import IN_GRAPHS
-from tangram_jax.row_numbers import known_rows
+from tangram_jax.row_numbers import known_rows, one_row, whole
 from tangram_jax.sampling_filters import argmax, draw, keep_threshold, largest, relative_probs, restrict
 
 MAX_STOP_IDS = 24  # EOS ids and stop ids of a request that min_tokens bans
@@ -207,10 +207,10 @@ def row_params(
 
 
 def _padded_ids(ids: Sequence[int], size: int) -> np.ndarray:
-    """i32[size]; after the ids comes what is no token, and dropped."""
-    padded = np.full(size, np.iinfo(np.int32).max, np.int32)
-    padded[: len(ids)] = ids
-    return padded
+    """i32[size]; after the ids, and for those of no token, comes what is none, and dropped."""
+    none = np.iinfo(np.int32).max
+    given = np.array([i if 0 <= i < none else none for i in ids], np.int32)
+    return np.pad(given, (0, size - len(ids)), constant_values=none)
 
 
 def needed_variant(params: RowParams, num_logprobs: int | None = None) -> Variant:
@@ -243,11 +243,11 @@ def set_row(state: SamplerState, row: Array, params: RowParams) -> SamplerState:
 
 @partial(jax.jit, donate_argnums=0)
 def mark_prompt(state: SamplerState, row: Array, tokens: Array, count: Array) -> SamplerState:
-    """Note that the first `count` of `tokens` i32[T] are in the prompt of `row`. Call it chunk by chunk.
+    """Note that the first `count` of `tokens` i32[T] are in the prompt of `row`, one. Call it chunk by chunk.
 
     Only a row with a repetition penalty needs it.
     """
-    row, at = state.known(row), _counted(state, tokens, count)
+    row, at = one_row(row, state.num_rows), _counted(state, tokens, count)
     marked = state.seen.at[row, at].get(mode="fill", fill_value=0) | jnp.uint16(_IN_PROMPT)
     return replace(state, seen=state.seen.at[row, at].set(marked, mode="drop"))
 
@@ -258,7 +258,7 @@ def mark_output(state: SamplerState, row: Array, tokens: Array, count: Array) ->
 
     Only a row with penalties needs it.
     """
-    row, at = state.known(row), _counted(state, tokens, count)
+    row, at = one_row(row, state.num_rows), _counted(state, tokens, count)
     counted = jnp.zeros(state.vocab_size, jnp.int32).at[at].add(1, mode="drop")
     seen = state.seen[row]
     count = jnp.minimum((seen & jnp.uint16(_MAX_COUNT)) + counted, _MAX_COUNT).astype(jnp.uint16)
@@ -267,6 +267,7 @@ def mark_output(state: SamplerState, row: Array, tokens: Array, count: Array) ->
 
 def _counted(state: SamplerState, tokens: Array, count: Array) -> Array:
     """The first `count` of `tokens`, and V for the others and for what is no token."""
+    tokens = whole("tokens", tokens)
     return jnp.where((jnp.arange(tokens.shape[0]) < count) & (tokens >= 0), tokens, state.vocab_size)
 
 
@@ -297,9 +298,13 @@ def sample(
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
     Give a padding row a number of no row; its results mean nothing. `variant` is static under jit, which wants
     `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
-    sampled as without a mask.
+    sampled as without a mask. Raises ValueError on arrays of other shapes, and on a mask of another dtype.
     """
     logits, rows = jnp.asarray(logits).astype(jnp.float32), state.known(rows)
+    if rows.ndim != 1 or logits.shape != (len(rows), state.vocab_size):
+        raise ValueError(
+            f"logits {[*logits.shape]} and rows {[*rows.shape]}: expected [B, {state.vocab_size}] and [B]"
+        )
     floats = state.floats.at[rows].get(mode="fill", fill_value=0)
     ints = state.ints.at[rows].get(mode="fill", fill_value=0)
     seen = None

@@ -28,8 +28,12 @@ def mask_words(vocab: int) -> int:
 def restrict(logits: Array, mask: Array) -> Array:
     """`logits` f32[B, V] where `mask` u32[B, mask_words(V)] has a bit (token t: bit t % 32 of word t // 32), -inf elsewhere.
 
-    An allowed token stays possible even at -inf: where a ban or a bias leaves nothing else, the mask still wins.
+    An allowed token stays possible even at -inf: where a ban or a bias leaves nothing else, the mask still wins. Raises
+    ValueError on a mask of another kind.
     """
+    wanted = logits.shape[0], mask_words(logits.shape[1])
+    if mask.shape != wanted or mask.dtype != jnp.uint32:
+        raise ValueError(f"a mask of {mask.dtype}{[*mask.shape]}: expected bits, uint32{[*wanted]}")
     with jax.named_scope("mask"):
         bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
         allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] != 0

@@ -56,6 +56,11 @@ def step(
     check_model(plan, config)
     check_plan(plan, cache)
     check_params(params, config)
+    if cache.pool.shape[1:] != plan.page_shape(config.head_dim, cache.pool.dtype):
+        raise ValueError(
+            f"the cache is not for model {config.name}, whose heads have {config.head_dim} numbers: "
+            "give init_cache its config"
+        )
     cache = jax.tree.map(jnp.asarray, cache)  # one that was stored may be of NumPy's arrays
     chunks = chunks_of(chunk, decode)
     if all_logits and any(isinstance(part, Packed) for part in chunks):
@@ -212,9 +217,8 @@ def decode_step(
 
     Jit it with `model_config` and `plan` static and the cache donated, and on a GPU with
     `tangram_jax.compiler_options(alone=True)`, which makes a step some microseconds shorter. No row may be there twice. Each
-    row's tail must be reserved, and may not hold more than the cache's `max_tail` tokens: the next chunk, which compresses
-    the row, would lose some of what is kept.
-    A row without pages for its token is left out.
+    row's tail must be reserved. Left out is a row without pages for its token, or whose tail has `max_tail` tokens of the
+    cache already: the next chunk, which compresses it, would lose some of what is kept.
     """
     return step(params, model_config, plan, _NO_SCORER, cache, None, Decode(rows, tokens))
 

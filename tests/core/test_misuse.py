@@ -94,6 +94,25 @@ def test_a_row_at_its_capacity_is_left_out():
     same(cache, kept)
 
 
+def test_a_row_whose_tail_is_full_is_left_out():
+    """Its next chunk would lose entries, though all may be kept."""
+    plan, tokens = plan_of("1.0", 2, 8), random_tokens(40)
+    cache = tj.init_cache(plan, CONFIG, num_pages=600, max_requests=2, max_tokens=48, max_tail=4)
+    cache = tj.reserve(plan, cache, ROW, np.int32(16), np.int32(20))
+    _, cache = prefill(plan, cache, tokens[:16], 16)
+    for given, tail in (
+        (tokens[None, 16:19], 3),
+        (tokens[None, 19:21], 3),
+        (tokens[19:20], 4),
+        (tokens[20:21], 4),
+    ):
+        _, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([ROW]), tokens=given)
+        assert cache.tail[ROW] == tail
+    _, cache = prefill(plan, cache, tokens[20:32], 12)
+    logits, cache = decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([ROW]), tokens=tokens[32:33])
+    np.testing.assert_allclose(logits[0], dense_logits(CONFIG, tokens[:33])[-1], atol=2e-4)
+
+
 @pytest.mark.parametrize(("prompt", "room"), [(40, 8), (32, 0)], ids=["capacity", "pages"])
 def test_a_row_is_left_out_where_one_group_alone_lacks_a_page(prompt, room):
     """Small groups have a place for the next token, in a page that they own."""
@@ -286,6 +305,17 @@ def test_another_plan(other):
             function(other, cache, *rest)
     with pytest.raises(ValueError, match=message):
         decode_step(PARAMS, CONFIG, other, cache, rows=np.array([1]), tokens=TOKENS[:1])
+
+
+def test_a_cache_of_another_head_dim():
+    plan = plan_of("1.0", 2, 8)
+    cache = tj.init_cache(
+        plan, dataclasses.replace(CONFIG, head_dim=2 * CONFIG.head_dim), num_pages=9, max_requests=1
+    )
+    with pytest.raises(
+        ValueError, match=f"the cache is not for model {CONFIG.name}, whose heads have {CONFIG.head_dim}"
+    ):
+        tj.decode_step(PARAMS, CONFIG, plan, cache, rows=np.array([ROW]), tokens=np.array([3]))
 
 
 def test_budgets_in_fractions():

@@ -231,6 +231,12 @@ def test_seeds_are_64_bits():
         row_params(seed=1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("logits", "rows"), [((1, V), 2), ((V,), 1), ((2, V + 1), 2)])
+def test_logits_of_other_rows(logits, rows):
+    with pytest.raises(ValueError, match=r"logits .* expected"):
+        jit_sample(np.zeros(logits, np.float32), rows_of({}, {}), np.arange(rows), variant=FULL)
+
+
 def test_greedy_rows_are_the_same_under_every_variant():
     logits = gaussian(4, 5, V)
     greedy = {"temperature": 0.0}

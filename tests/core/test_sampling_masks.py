@@ -136,3 +136,11 @@ def test_log_probabilities_are_those_without_the_mask():
     for a, b in zip((logprobs, top_ids, tops), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert 17 not in top_ids[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.ones((1, V), bool), ALL[None, 1:], np.stack([ALL] * 2), ALL[None].view(np.int32)]
+)
+def test_what_is_no_mask_of_bits(wrong):
+    with pytest.raises(ValueError, match=f"expected bits, uint32.1, {len(ALL)}"):
+        jit_sample(gaussian(1, 1, V), rows_of({}), np.zeros(1, np.int32), wrong, variant=SCORED)

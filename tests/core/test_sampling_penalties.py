@@ -164,3 +164,18 @@ def test_logprobs_of_a_prompt_sum_to_one():
     *_, ids, logprob, _ = jit_sample(logits[:1], rows_of({}), np.zeros(1, np.int32), variant=FULL)
     assert ids is None
     assert logprob is None
+
+
+def test_ids_of_no_token_are_dropped():
+    logits = gaussian(2, 1, V)
+    ids = {-1: 100.0, V: 100.0, 10**12: 100.0, 3: 100.0}
+    state = rows_of({"temperature": 0.0, "logit_bias": ids, "min_tokens": 2, "stop_ids": [-1, 3 - V, 10**12]})
+    assert jit_sample(logits, state, np.zeros(1, np.int32), variant=BIASED)[0].tolist() == [3]
+
+
+def test_tokens_are_marked_in_one_row():
+    state = mark_prompt(rows_of({}), 0, [1, 2, 3], 2)
+    assert np.flatnonzero(state.seen[0]).tolist() == [1, 2]
+    for mark in (mark_prompt, mark_output):
+        with pytest.raises(ValueError, match="give one at a time"):
+            mark(rows_of({}, {}), np.array([0, 1]), np.array([1]), 1)
