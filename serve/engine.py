@@ -29,6 +29,9 @@ from serve.scheduler import Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
 MOST_REQUESTS = 4096  # that run or wait
+NOT_NUMBERS = (
+    "the model's logits are not numbers: its weights are damaged, or too large for --dtype (write bfloat16)"
+)
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
 
 log = logging.getLogger("tangram.engine")
@@ -301,7 +304,12 @@ class Engine:
             if sequence is None:
                 continue
             hand_over, so_far = sequence.hand_over, sequence.tokens
-            if not hand_over or token in sequence.stops or len(so_far) + 1 >= sequence.most_tokens:
+            if (
+                not hand_over
+                or token < 0
+                or token in sequence.stops
+                or len(so_far) + 1 >= sequence.most_tokens
+            ):
                 self._take(sequence, Sampled(token))
                 continue
             sequence.in_flight -= 1
@@ -316,6 +324,14 @@ class Engine:
         """The next token of a sequence."""
         sequence.in_flight -= 1
         if sequence.phase is Phase.ENDED:
+            return
+        if sampled.token < 0 and sequence.phase is not Phase.CLOSING:
+            log.error("Request %s: %s", sequence.request.request_id, NOT_NUMBERS)
+            sequence.keep = False
+            self._end(sequence)
+            self._emit(
+                sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=NOT_NUMBERS)
+            )
             return
         if sequence.tokens is sequence.request.prompt_ids:
             sequence.tokens = [*sequence.tokens]  # its own from here on

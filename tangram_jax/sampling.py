@@ -298,7 +298,8 @@ def sample(
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
     Give a padding row a number of no row; its results mean nothing. `variant` is static under jit, which wants
     `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
-    sampled as without a mask. Raises ValueError on arrays of other shapes, and on a mask of another dtype.
+    sampled as without a mask. The token of a row whose logits are not numbers, or infinite, is -1. Raises ValueError on
+    arrays of other shapes, and on a mask of another dtype.
     """
     logits, rows = jnp.asarray(logits).astype(jnp.float32), state.known(rows)
     if rows.ndim != 1 or logits.shape != (len(rows), state.vocab_size):
@@ -317,7 +318,8 @@ def sample(
         biased = restrict(biased, mask)
 
     with jax.named_scope("greedy"):
-        tokens = argmax(biased)
+        tokens = argmax(biased)  # finds what is no number, too
+        lost = ~(jnp.take_along_axis(biased, tokens[:, None], axis=1)[:, 0] < jnp.inf)
     if variant.random:
         greedy = floats[:, Floats.TEMPERATURE] < MIN_TEMPERATURE
         probs = relative_probs(biased, jnp.where(greedy, 1.0, floats[:, Floats.TEMPERATURE]))
@@ -343,7 +345,7 @@ def sample(
     if seen is not None:
         counted = _count(jnp.take_along_axis(seen, tokens[:, None], axis=1)[:, 0])
         state = replace(state, seen=state.seen.at[rows, tokens].set(counted, mode="drop"))
-    return tokens, *logprobs, state
+    return jnp.where(lost, -1, tokens), *logprobs, state
 
 
 def token_logprobs(logits: Array, tokens: Array, num_top: int) -> tuple[Array, Array, Array]:

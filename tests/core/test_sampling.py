@@ -237,6 +237,19 @@ def test_logits_of_other_rows(logits, rows):
         jit_sample(np.zeros(logits, np.float32), rows_of({}, {}), np.arange(rows), variant=FULL)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at", [0, V - 1, None])
+def test_logits_that_are_no_numbers(at, temperature, wrong):
+    """Their rows alone have no token, and the state has one that there is."""
+    logits = gaussian(3, 3, V)
+    logits[1, slice(None) if at is None else at] = wrong
+    state = rows_of(*[{"temperature": temperature, "top_k": 5, "presence_penalty": 1.0}] * 3)
+    tokens, *_, state = jit_sample(logits, state, np.arange(3), variant=FULL)
+    assert (np.asarray(tokens) < 0).tolist() == [False, True, False]
+    assert (state.last_token >= 0).all() and (state.last_token < V).all()
+
+
 def test_greedy_rows_are_the_same_under_every_variant():
     logits = gaussian(4, 5, V)
     greedy = {"temperature": 0.0}
