@@ -163,6 +163,11 @@ def has_own_head(source: TensorSource) -> bool:
 
 def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None:
     """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
+    if config.num_layers > len(source.shapes):  # nobody wants to read the names of all that is missing
+        raise WeightMismatchError(
+            f"the configuration of {config.name} has {config.num_layers} layers, and its weights are {len(source.shapes)} "
+            "tensors"
+        )
     parts = _parts(config)
     found = {here: source.shapes[name] for here, name in _names_here(source).items()}
     wanted = {

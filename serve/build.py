@@ -134,9 +134,12 @@ def build_engine(
     shape, defaults = model.config, sampling_defaults(config, model)
     longest = min(shape.max_positions, MAX_TOKENS)
     if config.max_model_len is not None and config.max_model_len > longest:
+        who = model.name if longest == shape.max_positions else "this engine"
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} is more than {model.name} can: write at most {longest}"
+            f"--max-model-len {config.max_model_len} is more than {who} can: write at most {longest}"
         )
+    if config.max_model_len is None and longest < shape.max_positions:
+        log.warning("%s can %d tokens, this engine %d", model.name, shape.max_positions, longest)
     max_model_len = config.max_model_len or longest
     tail = min(config.tail_limit if config.tail_limit is not None else TAIL_LIMIT, max_model_len)
     batching = config.on(ON_GPU if on_gpu else ON_CPU)

@@ -14,7 +14,7 @@ from models.overrides import overridden
 from models.params import abstract_params
 from models.registry import load_model
 from models.testing import tiny_tokenizer
-from models.weights import WeightMismatchError, assemble_params
+from models.weights import WeightMismatchError, assemble_params, check_weights
 from tests.models.checkpoints import GOLDEN, Tensors, same
 
 HF_CONFIG = json.loads((GOLDEN / "tiny_tied" / "config.json").read_text())
@@ -231,6 +231,14 @@ def test_overrides_of_rope(file, overrides, theta, scaling):
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+@pytest.mark.parametrize("high", [0.5, 1.0])
+def test_a_blend_that_ends_before_it_begins(high):
+    with pytest.raises(
+        UnsupportedModelError, match=r"high_freq_factor .* not above low_freq_factor not supported"
+    ):
+        config_from_huggingface(HF_CONFIG | {"rope_parameters": LLAMA3 | {"high_freq_factor": high}}, "x")
+
+
 @pytest.mark.parametrize("wrong", ["yarn", 4, [1]])
 def test_overrides_that_are_no_rope(wrong):
     for name in ("rope_scaling", "rope_parameters"):
@@ -305,3 +313,9 @@ def test_bad_directories(tmp_path):
 def test_dtype_is_checked():
     with pytest.raises(ValueError, match="one of float32, bfloat16, float16, got float64"):
         load_model(dtype="float64")
+
+
+def test_more_layers_than_tensors(tiny):
+    source, config = tiny
+    with pytest.raises(WeightMismatchError, match=r"has 1000000 layers, and its weights are \d+ tensors"):
+        check_weights(source, config.replace(num_layers=1_000_000), "huggingface")

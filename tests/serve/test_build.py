@@ -103,6 +103,23 @@ def test_what_fits_exactly_runs_in_the_program_of_that_size():
     assert make_buckets(4, 512, 20, 4096).mixed_chunks[0] == 24  # a window of 20, in whole eights
 
 
+@pytest.mark.parametrize(
+    ("positions", "who"), [(plan.MAX_TOKENS - 1, "tiny"), (plan.MAX_TOKENS + 1, "this engine")]
+)
+def test_more_tokens_than_there_can_be(positions, who, caplog):
+    config = tiny_config(num_layers=1, max_positions=positions)
+    model = LoadedModel(config, random_params(config), tiny_tokenizer(), "tiny")
+    with pytest.raises(
+        ConfigError, match=f"is more than {who} can: write at most {min(positions, plan.MAX_TOKENS)}"
+    ):
+        build_engine(ServeConfig(max_model_len=plan.MAX_TOKENS + 2), model, dtype=jnp.float32)
+    with pytest.raises(ConfigError):
+        build_engine(ServeConfig(kv_cache_bytes=1, max_num_seqs=1), model, dtype=jnp.float32)
+    assert (f"tiny can {positions} tokens, this engine {plan.MAX_TOKENS}" in caplog.text) == (
+        positions > plan.MAX_TOKENS
+    )
+
+
 LEAST = ["--min-entries", "--tail-limit"]  # where no retention helps
 
 
