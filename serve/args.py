@@ -13,7 +13,7 @@ from serve.thought_prompt import PARSERS as REASONING_PARSERS
 from serve.tool_formats import PARSERS
 from tangram_jax.plan import CLUSTERS, DIVISIONS, Cluster, Division
 
-SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm")
+SCORERS = ("expected_attention", "snapkv", "keydiff", "streaming_llm", "kv_compress")
 DTYPES = ("auto", *MODEL_DTYPES)
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 GENERATION_CONFIGS = ("auto", "vllm")

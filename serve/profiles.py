@@ -14,6 +14,9 @@ from tangram_jax.profile import BudgetProfile
 
 log = logging.getLogger("tangram.engine")
 
+# The default of `python -m calibrate`: it compares heads, and what it finds is meant for any scorer in service.
+FOR_ALL_SCORERS = "kv_compress"
+
 # What their makers append to names: -Q4_K_M, -FP8-dynamic, -GPTQ-Int4, -quantized.w4a16.
 _QUANTISATION = re.compile(
     r"([-.](i?q\d\w*|b?f16|f32|fp8|dynamic|block|kv|awq|gptq|int\d|\dbit|quantized|w\da\d+))+$"
@@ -107,9 +110,8 @@ def check_provenance(profile: BudgetProfile, model: LoadedModel, scorer: str) ->
             name,
             again,
         )
-    # What only compares heads (kv_compress, the default of `python -m calibrate`) is meant for any scorer in service.
     method = found.get("method")
-    if method in SCORERS and method != scorer:
+    if method in SCORERS and method not in (scorer, FOR_ALL_SCORERS):
         log.warning(
             "The profile was measured with the scorer %s, and --scorer is %s, which may want other budgets: write "
             "--scorer %s, or calibrate with --method %s, or with the default, which is meant for all",

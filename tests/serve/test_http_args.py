@@ -69,7 +69,7 @@ def test_api_key_from_the_environment(monkeypatch):
         ("--port 70000", "from 0 to 65535"),
         ("--cluster heads", "--cluster is 'heads': write one of layer, model, adjacent"),
         ("--decode-division even", "--decode-division is 'even': write one of equal, split_map, uniform"),
-        ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm"),
+        ("--scorer h2o", "write one of expected_attention, snapkv, keydiff, streaming_llm, kv_compress"),
         ("--generation-config mine", "write one of auto, vllm"),
         ("--tool-call-parser pythonic", "write one of auto, harmony, hermes, llama3_json, mistral"),
         (

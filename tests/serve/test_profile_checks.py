@@ -8,7 +8,7 @@ from models.config import RopeScaling
 from models.registry import LoadedModel
 from models.rope import rope_record
 from models.testing import random_params, tiny_config, tiny_tokenizer
-from serve.args import ConfigError, ServeConfig
+from serve.args import SCORERS, ConfigError, ServeConfig
 from serve.profiles import check_provenance, choose_profile
 from tangram_jax.profile import BudgetProfile
 
@@ -72,7 +72,8 @@ def test_another_tokenizer_is_named(caplog):
 
 def test_another_scorer_is_named_unless_the_profile_is_for_all(caplog):
     assert said(caplog, MEASURED | {"method": "snapkv"}, "snapkv") == []
-    assert said(caplog, MEASURED, "snapkv") == []
+    for scorer in SCORERS:
+        assert said(caplog, MEASURED, scorer) == []
     ((level, message),) = said(caplog, MEASURED | {"method": "snapkv"}, "keydiff")
     assert level == "WARNING" and "--scorer is keydiff" in message and "write --scorer snapkv" in message
 
