@@ -46,7 +46,7 @@ def _scaled(inv_freq: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> 
     turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # 0: slower than `low` turns, divided by the factor; 1: faster than `high` turns, kept as it is
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else turns > low
     return inv_freq * (blend + (1.0 - blend) / scaling.factor)
 
 

@@ -170,8 +170,8 @@ def read_rope(
         for key in (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()))
         if rope.get(key) is not None and not is_positive(rope[key])
     ]
-    if kind == "llama3" and not problems and rope["high_freq_factor"] <= rope["low_freq_factor"]:
-        problems.append("high_freq_factor of rope scaling that is not above low_freq_factor")
+    if kind == "llama3" and not problems and rope["high_freq_factor"] < rope["low_freq_factor"]:
+        problems.append("high_freq_factor of rope scaling below low_freq_factor")
     if kind == "yarn" and (
         rope.get("extrapolation_factor", 1) != 1 or rope.get("apply_yarn_scaling") is False
     ):

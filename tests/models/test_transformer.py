@@ -1,5 +1,6 @@
 """The forward pass: attention as an argument, dense attention, RoPE, decoding with a dense cache."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -148,6 +149,10 @@ def test_rope_scaling():
     plain = rope_frequencies(tiny_config(rope_theta=500000.0, head_dim=128))
     np.testing.assert_allclose(scaled[:20], plain[:20], rtol=1e-6)  # short wavelengths are kept
     np.testing.assert_allclose(scaled[-20:], plain[-20:] / 8, rtol=1e-6)  # long ones divided
+    sudden = dataclasses.replace(llama3, low_freq_factor=4.0)  # no blend between them
+    scaled_at_once = rope_frequencies(tiny_config(rope_scaling=sudden, rope_theta=500000.0, head_dim=128))
+    slow = 8192 * plain / (2 * np.pi) <= 4
+    np.testing.assert_allclose(scaled_at_once, np.where(slow, plain / 8, plain), rtol=1e-6)
     factors = RopeScaling(kind="factors", factors=tuple(float(x) for x in plain / scaled))
     by_factors = rope_frequencies(tiny_config(rope_scaling=factors, rope_theta=500000.0, head_dim=128))
     np.testing.assert_allclose(by_factors, scaled, rtol=1e-6)
