@@ -36,6 +36,12 @@ class Client:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=AT_ONCE))
 
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def post(self, path: str, body: dict[str, Any], status: int = 200) -> httpx.Response:
         answer = self._http.post(path, json={"temperature": 0, "max_tokens": 40} | body)
         assert answer.status_code == status, answer.text
@@ -133,13 +139,11 @@ KINDS: tuple[tuple[Callable[[Client, int], None], int], ...] = (
 )
 
 
-def ask_all(url: str) -> Client:
+def ask_all(client: Client) -> None:
     """Asks for everything twice, AT_ONCE at a time: the second time much of it is stored. Raises what did not hold."""
-    client = Client(url)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for _ in range(2):
             asked = [pool.submit(kind, client, i) for kind, count in KINDS for i in range(count)]
             wait(asked)
             for future in asked:
                 future.result()
-    return client
