@@ -29,9 +29,8 @@ from serve.scheduler import Scheduler
 from serve.sequence import ChunkWork, Phase, Sequence
 
 MOST_REQUESTS = 4096  # that run or wait
-NOT_NUMBERS = (
-    "the model's logits are not numbers: its weights are damaged, or too large for --dtype (write bfloat16)"
-)
+NOT_NUMBERS = "the model's logits are not numbers: its weights are damaged, or too large for --dtype float16"
+NO_TOKEN = -1  # what the sampler says then
 PIPELINE = 2  # steps under way at most: one on the device, one queued behind it
 
 log = logging.getLogger("tangram.engine")
@@ -247,7 +246,7 @@ class Engine:
             self._emit(sequence, TokenOutput(finish_reason="error", error=message))
             return
         how, base = request.sampling, request.sampling.seed
-        stops = frozenset(how.stop_token_ids) | {*self._runner.config.eos_token_ids}
+        stops = frozenset(how.stop_token_ids) | {*self._runner.config.eos_token_ids, NO_TOKEN}
         made: list[Sequence] = []
         for choice in range(request.n):
             seed = self._random.getrandbits(63) if base is None else base + choice  # taken modulo 2**64
@@ -304,12 +303,7 @@ class Engine:
             if sequence is None:
                 continue
             hand_over, so_far = sequence.hand_over, sequence.tokens
-            if (
-                not hand_over
-                or token < 0
-                or token in sequence.stops
-                or len(so_far) + 1 >= sequence.most_tokens
-            ):
+            if not hand_over or token in sequence.stops or len(so_far) + 1 >= sequence.most_tokens:
                 self._take(sequence, Sampled(token))
                 continue
             sequence.in_flight -= 1
@@ -325,13 +319,8 @@ class Engine:
         sequence.in_flight -= 1
         if sequence.phase is Phase.ENDED:
             return
-        if sampled.token < 0 and sequence.phase is not Phase.CLOSING:
-            log.error("Request %s: %s", sequence.request.request_id, NOT_NUMBERS)
-            sequence.keep = False
-            self._end(sequence)
-            self._emit(
-                sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=NOT_NUMBERS)
-            )
+        if sampled.token == NO_TOKEN:
+            self._give_up(sequence)
             return
         if sequence.tokens is sequence.request.prompt_ids:
             sequence.tokens = [*sequence.tokens]  # its own from here on
@@ -352,6 +341,16 @@ class Engine:
         self._emit(sequence, output)
         if last:
             self._emit(sequence, last)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Of a sequence whose next logits are not numbers nothing is stored."""
+        sequence.keep = False
+        if sequence.phase is Phase.CLOSING:
+            self._scheduler.close(sequence)
+            return
+        log.error("Request %s: %s", sequence.request.request_id, NOT_NUMBERS)
+        self._end(sequence)
+        self._emit(sequence, TokenOutput(choice=sequence.choice, finish_reason="error", error=NOT_NUMBERS))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.sampling

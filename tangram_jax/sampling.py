@@ -298,8 +298,8 @@ def sample(
     middle are None where `variant.num_logprobs` is. `state` has counted the tokens and holds them as `last_token`.
     Give a padding row a number of no row; its results mean nothing. `variant` is static under jit, which wants
     `compiler_options()`. `mask` u32[B, mask_words(V)] has the bits of the tokens that may come; a row with all bits set is
-    sampled as without a mask. The token of a row whose logits are not numbers, or infinite, is -1. Raises ValueError on
-    arrays of other shapes, and on a mask of another dtype.
+    sampled as without a mask. A row's token is -1 where the largest of its logits, biased and masked, is NaN or infinite.
+    Raises ValueError on arrays of other shapes, and on a mask of another dtype.
     """
     logits, rows = jnp.asarray(logits).astype(jnp.float32), state.known(rows)
     if rows.ndim != 1 or logits.shape != (len(rows), state.vocab_size):

@@ -290,7 +290,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(monkeypatch, caplog)
         asked = [tiny.ask([*well, DAMAGED], max_tokens=20, **how) for how in sampling]
         answers = [answer for one in asked for answer in one.wait()]
         assert [(answer.tokens, answer.finish_reason) for answer in answers] == [([], "error")] * 4
-        assert "weights are damaged, or too large for --dtype" in str(answers[0].outputs[-1].error)
+        assert "weights are damaged, or too large for --dtype float16" in str(answers[0].outputs[-1].error)
         assert other.wait()[0].tokens == before
         tiny.settle()
         assert tiny.stored == 1
