@@ -6,7 +6,10 @@ from pathlib import Path
 
 from calibrate.measure import calibrate_ratios
 
-__all__ = ["calibrate_ratios", "shipped_profile"]
+__all__ = ["DEFAULT_METHOD", "calibrate_ratios", "shipped_profile"]
+
+# The scorer that `python -m calibrate` compares heads with: what it finds is meant for any scorer in service.
+DEFAULT_METHOD = "kv_compress"
 
 PROFILES = Path(__file__).parent / "profiles"
 

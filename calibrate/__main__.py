@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from calibrate import DEFAULT_METHOD
 from calibrate.identity import tokenizer_identity
 from calibrate.measure import SINKS, aside
 from calibrate.own_texts import OwnTexts
@@ -33,8 +34,7 @@ from tangram_jax.scorers import SCORERS, Scorer, get_scorer
 REPORT_TOKENS = 4096
 OUT_OF_MEMORY = "Write a smaller --sample-tokens, --dtype bfloat16 or --quantization fp8"
 # Offline a wide window of queries costs nothing, and it sees what more of the future will look at.
-DEFAULT_METHOD = "kv_compress"
-DEFAULT_OPTIONS: dict[str, dict[str, float]] = {"kv_compress": {"window": 256}}
+DEFAULT_OPTIONS: dict[str, dict[str, float]] = {DEFAULT_METHOD: {"window": 256}}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ import logging
 import re
 from pathlib import Path
 
-from calibrate import shipped_profile
+from calibrate import DEFAULT_METHOD, shipped_profile
 from calibrate.identity import compare_weights, tokenizer_identity, weights_identity
 from models.config import ModelConfig
 from models.registry import LoadedModel
@@ -13,9 +13,6 @@ from serve.args import SCORERS, ConfigError, ServeConfig
 from tangram_jax.profile import BudgetProfile
 
 log = logging.getLogger("tangram.engine")
-
-# The default of `python -m calibrate`: it compares heads, and what it finds is meant for any scorer in service.
-FOR_ALL_SCORERS = "kv_compress"
 
 # What their makers append to names: -Q4_K_M, -FP8-dynamic, -GPTQ-Int4, -quantized.w4a16.
 _QUANTISATION = re.compile(
@@ -111,7 +108,7 @@ def check_provenance(profile: BudgetProfile, model: LoadedModel, scorer: str) ->
             again,
         )
     method = found.get("method")
-    if method in SCORERS and method not in (scorer, FOR_ALL_SCORERS):
+    if method in SCORERS and method not in (scorer, DEFAULT_METHOD):
         log.warning(
             "The profile was measured with the scorer %s, and --scorer is %s, which may want other budgets: write "
             "--scorer %s, or calibrate with --method %s, or with the default, which is meant for all",
