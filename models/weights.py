@@ -162,8 +162,11 @@ def has_own_head(source: TensorSource) -> bool:
 
 
 def check_weights(source: TensorSource, config: ModelConfig, style: str) -> None:
-    """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape."""
-    if config.num_layers > len(source.shapes):  # nobody wants to read the names of all that is missing
+    """Raises WeightMismatchError listing every missing tensor, unexpected tensor and wrong shape.
+
+    Unless there are fewer tensors than layers: a million names would be gigabytes, for nobody to read.
+    """
+    if config.num_layers > len(source.shapes):
         raise WeightMismatchError(
             f"the configuration of {config.name} has {config.num_layers} layers, and its weights are {len(source.shapes)} "
             "tensors"

@@ -195,7 +195,7 @@ def with_pages(plan: CachePlan, cache: Cache, rows: jax.Array, *held: tuple[Any,
         mode="fill", fill_value=NO_PAGE
     )
     there = (pages <= 0) | ((pages <= np.asarray(layout.capacity)) & (owned != NO_PAGE))
-    longest = jnp.stack([jnp.asarray(tail) for _, tail in held]).max(axis=0)
+    longest = jnp.stack([tail for _, tail in held]).max(axis=0)
     return jnp.where(there.all(axis=1) & (longest <= layout.max_tail), rows, cache.num_rows)
 
 
