@@ -23,6 +23,7 @@ from tangram_jax.scorers import (
     StreamingLLM,
     get_scorer,
 )
+from tests.one_program import in_one
 
 D = 16
 INV_FREQ = (100_000.0 ** (-np.arange(0, D, 2) / D)).astype(np.float32)
@@ -291,7 +292,7 @@ def test_bfloat16_inputs_and_vmap_over_layers(scorer):
     rtol = 5e-3 if isinstance(scorer, ExpectedAttention) else 1e-3
     np.testing.assert_allclose(score(scorer, half), score(scorer, full), rtol=rtol, atol=1e-5)
     stacked = jax.tree.map(lambda *a: jnp.stack(a), x, make_inputs("tail and padding", seed=1))
-    both = jax.vmap(scorer.score)(stacked)
+    both = in_one(jax.vmap(scorer.score), stacked)
     for layer in range(2):
         alone = score(scorer, make_inputs("tail and padding", seed=layer))
         np.testing.assert_allclose(both[layer], alone, rtol=1e-4, atol=1e-6)
@@ -314,15 +315,17 @@ def test_expected_attention_as_the_kernels_take_it(case, dtype):
     (kv_heads, size, _), nothing = x.k.shape, jnp.zeros((1, 2, 1, len(x.k), 0, D), dtype)
     behind = size - len(x.q)
     q, turns = jnp.pad(x.q, ((0, behind), (0, 0), (0, 0))), jnp.pad(turns, ((0, behind), (0, 0)))
-    z, squares = gaussian.gaussian_logits_reference(
+    z, squares = in_one(
+        gaussian.gaussian_logits_reference,
         q, turns[None], count[None], x.k.swapaxes(0, 1), x.v.swapaxes(0, 1), nothing,
         place=np.array([[[0, head] for head in range(kv_heads)]]),
         layer=jnp.int32(0), unlocked=jnp.zeros((1, 1), jnp.int32), scale=x.scale,
         starts=np.array([0]), sizes=np.array([size]),
     )  # fmt: skip
-    scores = scorer.from_logits(z.reshape(kv_heads, -1, size), jnp.sqrt(squares[0]), x.valid, x.positions)
+    norms = jnp.sqrt(squares[0])
+    scores = in_one(scorer.from_logits, z.reshape(kv_heads, -1, size), norms, x.valid, x.positions)
     np.testing.assert_array_equal(np.isneginf(scores), ~np.asarray(x.valid))
-    error, usual = (np.abs(s - want)[np.asarray(x.valid)] for s in (scores, scorer.score(x)))
+    error, usual = (np.abs(s - want)[np.asarray(x.valid)] for s in (scores, score(scorer, x)))
     assert error.max() < 1.5 * usual.max() + 1e-4
 
 

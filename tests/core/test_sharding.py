@@ -74,8 +74,8 @@ def run(params, config, plan, devices: int = 1, dtype=np.float32) -> np.ndarray:
     return np.concatenate([*out, logits])
 
 
-def check_ragged(devices: int = 2) -> None:
-    config = tiny_config(num_layers=2)
+def check_ragged(devices: int = 2, **changes) -> None:
+    config = tiny_config(num_layers=2, **changes)
     params, plan = random_params(config, 0), ragged_plan(config, 4)
     assert (head_order(plan, 2) != np.arange(4)).any()
     want = run(params, config, plan)
@@ -83,7 +83,12 @@ def check_ragged(devices: int = 2) -> None:
 
 
 def check_biases() -> None:
-    """Of heads each device has its own in their order; that of what attention gives is added once, before Gemma's norm."""
+    """Of heads each device has its own in their order; that of what attention gives is added once."""
+    check_ragged(qkv_bias=True, attn_out_bias=True)
+
+
+def check_biases_before_norms() -> None:
+    """The latter before Gemma's norm."""
     gemma = gemma3_fields(hidden_size=64, query_scale=0.25)
     config = tiny_config(num_layers=1, qkv_bias=True, attn_out_bias=True, **gemma)
     params, plan = random_params(config, 0), ragged_plan(config, 4)
@@ -96,7 +101,7 @@ def check_ragged_on_four() -> None:
     check_ragged(4)
 
 
-def check_linked(check: Callable[[], None] = check_ragged) -> None:
+def check_linked(check: Callable[[], None] = check_biases) -> None:
     """Devices that add up shares by kernels of ours (in their place sums by XLA): nothing is added twice or left out."""
 
     def all_reduce(share, links):
@@ -219,8 +224,7 @@ def check_real_weights_in_fp8() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        "check_biases",
-        "check_linked",  # with what `check_ragged` has; `test_engine_parallel` links nothing
+        "check_linked",  # with biases; `test_engine_parallel` links nothing
         "check_the_pool_stays",
     ],
 )
@@ -232,6 +236,7 @@ def test_on_simulated_devices(function):
 @pytest.mark.parametrize(
     "function",
     [
+        "check_biases_before_norms",
         "check_fp8",
         "check_gpt_oss",
         "check_gpt_oss_linked",
@@ -279,7 +284,7 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     [
         pytest.param({}, (0, 0), marks=pytest.mark.slow),
         ({"weights_fp8": True}, (4, 4)),
-        (EXPERTS | {"experts_mxfp4": True}, (2, 3)),
+        pytest.param(EXPERTS | {"experts_mxfp4": True}, (2, 3), marks=pytest.mark.slow),
     ],
     ids=["floats", "fp8", "mxfp4"],
 )

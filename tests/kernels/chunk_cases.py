@@ -92,7 +92,7 @@ def make_case(
     table = rng.permutation(num_pages)[: batch * row].reshape(batch, row).astype(np.int32)
 
     def draw(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+        return jnp.asarray(rng.standard_normal(shape, np.float32).astype(dtype))
 
     keys = tokens if behind is None else tokens + 8 * len(behind) + sum(behind)
     return Case(

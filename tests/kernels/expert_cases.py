@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels import expert_products as ep
 from pallas_kernels import fp8_products as fp8
 from pallas_kernels.expert_products import mxfp4
+from tests.one_program import in_one
 
 LIMIT = 0.7  # cuts off some of these gates and ups
 
@@ -31,7 +32,9 @@ class Case:
 
     def expected(self) -> np.ndarray:
         """f64[T, k, E]: each chosen expert's MLP of each token."""
-        x, gate_up, down = (np.asarray(_plain(a), np.float64) for a in (self.x, self.gate_up, self.down))
+        x, gate_up, down = (
+            np.asarray(in_one(_plain, a), np.float64) for a in (self.x, self.gate_up, self.down)
+        )
         gate_up_bias, down_bias = (
             np.zeros((self.num_experts, 1, 1)) if a is None else np.asarray(a, np.float64)
             for a in (self.gate_up_bias, self.down_bias)
@@ -62,19 +65,21 @@ class Case:
         self, products: Callable[..., jax.Array], plan: ep.ExpertPlan, **options: Any
     ) -> list[float]:
         """Of both products of rows in FP8, relative to the reference's of the same codes."""
-        h, errors = plan.given(fp8.quantise_tokens_reference(self.x)), []
+        h, errors = plan.given(in_one(fp8.quantise_tokens_reference, self.x)), []
         of_each = (self.gate_up, self.gate_up_bias, self.limit), (self.down, self.down_bias, None)
         for weights, bias, limit in of_each:
             with jax.default_matmul_precision("float32"):
-                want = ep.expert_products_reference(h, weights, plan, bias=bias, limit=limit)
+                want = in_one(ep.expert_products_reference, h, weights, plan=plan, bias=bias, limit=limit)
             found = products(h, weights, plan, bias=bias, limit=limit, **options)
             assert found.dtype.itemsize == 2
             errors.append(relative_error(*(self._chosen(a, plan) for a in (found, want))))
-            h = fp8.quantise_tokens_reference(want)
+            h = in_one(fp8.quantise_tokens_reference, want)
         return errors
 
     def _chosen(self, h: jax.Array, plan: ep.ExpertPlan | ep.DirectPlan) -> jax.Array:
-        return jnp.stack([plan.chosen(h, j) for j in range(self.experts.shape[1])], axis=1)
+        return in_one(
+            lambda h: jnp.stack([plan.chosen(h, j) for j in range(self.experts.shape[1])], axis=1), h
+        )
 
 
 def make_case(
@@ -98,7 +103,7 @@ def make_case(
     experts = np.stack([rng.permutation(among)[:per_token] for _ in range(tokens)]).astype(np.int32)
 
     def normal(shape: tuple[int, ...], fan_in: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape) * fan_in**-0.5, dtype)
+        return jnp.asarray((rng.standard_normal(shape) * fan_in**-0.5).astype(dtype))
 
     def weights(parts: int, depth: int, columns: int) -> jax.Array | fp8.Fp8Weights:
         if packed == "fp8":

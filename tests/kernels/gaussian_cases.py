@@ -63,7 +63,7 @@ def make_gaussian(
     counts = sizes if chunks else np.array([chunk if count is None else count])
 
     def draw(*shape: int, kind: Any = dtype) -> Any:
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(kind)
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32).astype(kind))
 
     groups, columns, layers = 3, 2, 3
     at = np.stack(np.unravel_index(rng.permutation(groups * columns), (groups, columns)), axis=-1)
@@ -75,7 +75,7 @@ def make_gaussian(
     turns = np.concatenate([np.cos(angle) * stretch, np.sin(angle) * stretch], axis=-1)
     q = np.asarray(draw(chunk, kv_heads * group, head_dim), np.float32) + mean
     arrays = (
-        jnp.asarray(q.astype(np.float32)).astype(dtype),
+        jnp.asarray(q.astype(np.float32).astype(dtype)),
         jnp.asarray(turns.astype(np.float16)),
         jnp.asarray(np.maximum(counts, 1), jnp.float32),
         *(draw(chunk, kv_heads, head_dim) for _ in range(2)),

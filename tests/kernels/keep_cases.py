@@ -34,7 +34,7 @@ class Case:
         ]
 
     def draw(self, *shape: int) -> Any:
-        return jnp.asarray(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
+        return jnp.asarray(self.rng.normal(size=shape).astype(np.float32).astype(self.dtype))
 
     @property
     def page_size(self) -> int:
@@ -211,7 +211,7 @@ def make_window(
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32).astype(dtype))
 
     groups, columns, layers = 3, 2, 3
     at = np.stack(np.unravel_index(rng.permutation(groups * columns), (groups, columns)), axis=-1)

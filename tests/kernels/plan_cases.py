@@ -7,6 +7,7 @@ import numpy as np
 
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.plan_gpu import equal_shares
+from tests.one_program import in_one
 
 # (requests, layers, KV heads, most entries, shares or None): a few items for many shares, and many for one; some hold
 # nothing, or all of them.
@@ -33,15 +34,10 @@ def compare(case: tuple, *, interpret=None) -> None:
     skip = jnp.asarray(rng.integers(0, page_size, batch), jnp.int32)
     given = jnp.asarray(lengths, jnp.int32), table, jnp.asarray(first), jnp.asarray(column)
     with mock.patch.object(P, "_has_kernel", lambda _: False):
-        plan = P.plan_decode(
-            *given,
-            page_size=page_size,
-            num_layers=layers,
-            rows=rows,
-            skip=skip,
-            num_shares=num_shares,
-            unit=unit,
-        )
+        plan = in_one(
+            P.plan_decode, *given[:2], first=given[2], column=given[3], page_size=page_size, num_layers=layers,
+            rows=rows, skip=skip, num_shares=num_shares, unit=unit,
+        )  # fmt: skip
     made = equal_shares(
         *given, rows, skip, P._by_column(column, layers, batch), jnp.asarray(column.max() + 1),
         page_size=page_size, unit=unit, num_shares=plan.num_shares,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import byte_pages
+from tests.one_program import in_one
 
 
 @dataclasses.dataclass
@@ -115,12 +116,12 @@ def make_case(
     table = rng.permutation(num_pages)[: batch * row].reshape(batch, row).astype(np.int32)
 
     def draw(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32).astype(dtype))
 
     pool = draw(num_pages, 2, heads_per_page, page_size, head_dim)
     if packed:  # of entries of very different sizes, most of all values
         sizes = np.exp(rng.normal(size=pool.shape[:-1]) * np.array([0.5, 3.0])[:, None, None])
-        pool = byte_pages.join(*byte_pages.quantise(pool * sizes[..., None]))
+        pool = in_one(lambda x: byte_pages.join(*byte_pages.quantise(x)), pool * sizes[..., None])
     options: dict[str, Any] = {}
     if soft_cap is not None:
         options["soft_cap"] = soft_cap

@@ -14,6 +14,7 @@ from pallas_kernels.chunk_prefill import columns as C
 from pallas_kernels.chunk_prefill import cuts
 from pallas_kernels.chunk_prefill.mosaic_gpu import chunk_prefill_mosaic_gpu
 from tests.kernels.chunk_cases import Case, jitted_plan, make_case, plan_of, relative_error
+from tests.one_program import in_one
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 TWO_REQUESTS = {"starts": [0, 24], "sizes": [19, 40]}
@@ -28,9 +29,10 @@ BEHIND = {"behind": [13, 29], "key_starts": [8, 48], "window": 30}
 def test_reference_matches_dense_float64(options):
     lengths = [[70, 33, 0], [0, 1, 128]] if "starts" in options else [[70, 33, 0]]
     case = make_case(lengths, 70, dtype=jnp.float32, **options)
-    out, lse = cp.chunk_prefill_reference(
-        case.q, case.k, case.v, case.pool, plan_of(case), scale=case.scale, soft_cap=case.soft_cap
-    )
+    out, lse = in_one(
+        cp.chunk_prefill_reference,
+        case.q, case.k, case.v, case.pool, plan_of(case), scale=case.scale, soft_cap=case.soft_cap,
+    )  # fmt: skip
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
     np.testing.assert_allclose(lse, want_lse, atol=4e-6)

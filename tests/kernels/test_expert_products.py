@@ -25,7 +25,8 @@ from pallas_kernels.expert_products.tuning import (
     PACKED_MORE,
     PACKED_SOME,
 )
-from tests.kernels.expert_cases import make_case, random_rows, relative_error
+from tests.kernels.expert_cases import Case, make_case, random_rows, relative_error
+from tests.one_program import in_one
 
 plan_experts = jax.jit(ep.plan_experts, static_argnums=(1, 2))
 PACKED = {"packed": "mxfp4", "like_gpt_oss": True}
@@ -90,6 +91,11 @@ def test_direct_plan(there, per_token):
         ]
 
 
+def plan_of(case: Case, block: int) -> ep.ExpertPlan:
+    plan = in_one(ep.plan_experts, jnp.asarray(case.experts), num_experts=case.num_experts, block=block)
+    return plan._replace(block=block)
+
+
 @pytest.mark.parametrize("block", [8, 64])
 @pytest.mark.parametrize(
     "options",
@@ -98,7 +104,7 @@ def test_direct_plan(there, per_token):
 )
 def test_reference(block, options):
     case = make_case(150, 3, 6, **options)
-    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, block)
+    plan = plan_of(case, block)
     out = case.products(ep.expert_products_reference, plan)
     assert relative_error(out, case.expected()) < 1e-5
 
@@ -160,7 +166,7 @@ def test_reference_of_a_direct_plan(options):
 )
 def test_kernel_in_the_interpreter(tuning, sizes, options):
     case = make_case(*sizes, dtype=jnp.float16, **options)
-    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    plan = plan_of(case, tuning.rows)
     kernel = packed_products_mosaic_gpu if "packed" in options else expert_products_mosaic_gpu
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     out = case.products(kernel, plan, tuning=tuning, interpret=interpret)
@@ -186,7 +192,7 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
 def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
     tuning = dataclasses.replace(NARROW_MANY, num_ctas=2, **changes)
     case = make_case(*sizes, packed="fp8", **options)
-    plan = ep.plan_experts(jnp.asarray(case.experts), case.num_experts, tuning.rows)
+    plan = plan_of(case, tuning.rows)
     how = {
         "tuning": tuning,
         "dtype": jnp.float16,

@@ -19,6 +19,7 @@ from pallas_kernels.fp8_products.tuning import NARROW, TUNING
 from pallas_kernels.gates import in_halves
 from tests.kernels.expert_cases import relative_error
 from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
+from tests.one_program import in_one
 
 RNG = np.random.default_rng(0)
 
@@ -96,8 +97,8 @@ def test_random_weights_have_the_deviation():
 )
 def test_kernel_in_the_interpreter(tokens, columns, depth, options):
     x = RNG.standard_normal((tokens, depth)).astype(np.float32)
-    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
-    expected = fp8.fp8_products_reference(jnp.asarray(x), weights)
+    weights = in_one(fp8.quantise, jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
+    expected = in_one(fp8.fp8_products_reference, jnp.asarray(x), weights)
     tuning = fp8.Tuning(num_ctas=2, **options)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     given = jnp.asarray(x, jnp.float16)
@@ -137,9 +138,9 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
     ],
 )
 def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, options):
-    x = fp8.quantise_tokens_reference(jnp.asarray(RNG.standard_normal((tokens, depth)), jnp.float32))
-    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
-    expected = fp8.fp8_products_reference(x, weights)
+    x = in_one(fp8.quantise_tokens_reference, jnp.asarray(RNG.standard_normal((tokens, depth)), jnp.float32))
+    weights = in_one(fp8.quantise, jnp.asarray(RNG.standard_normal((depth, columns)), jnp.float32))
+    expected = in_one(fp8.fp8_products_reference, x, weights)
     tuning = fp8.Tuning(num_ctas=2, **options)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     out = fp8_products_mosaic_gpu(x, weights, tuning=tuning, dtype=jnp.float16, interpret=interpret)
@@ -163,8 +164,8 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
 def test_gated_products_in_the_interpreter(tokens, inner, options, narrow, gate):
     """What the plain product gives, with the gates after it."""
     x = jnp.asarray(RNG.standard_normal((tokens, 192)), jnp.bfloat16)
-    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((192, 2 * inner)) * 0.1, jnp.float32))
-    given = fp8.quantise_tokens_reference(x) if narrow else x
+    weights = in_one(fp8.quantise, jnp.asarray(RNG.standard_normal((192, 2 * inner)) * 0.1, jnp.float32))
+    given = in_one(fp8.quantise_tokens_reference, x) if narrow else x
     tuning = fp8.Tuning(num_ctas=2, deep=1, **options)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     out = fp8.fp8_products(given, weights, gate=gate, tuning=tuning, interpret=interpret)
@@ -173,7 +174,7 @@ def test_gated_products_in_the_interpreter(tokens, inner, options, narrow, gate)
     plain = fp8.fp8_products(given, weights, tuning=tuning, interpret=interpret)
     wanted = in_halves(plain, gate)
     np.testing.assert_allclose(out.astype(jnp.float32), wanted.astype(jnp.float32), rtol=2.0**-7, atol=1e-5)
-    reference = fp8.fp8_products_reference(given, weights, gate=gate)
+    reference = in_one(fp8.fp8_products_reference, given, weights, gate=gate)
     assert relative_error(out, reference) < 2.0**-7
 
 
@@ -206,7 +207,7 @@ def test_tokens_in_fp8_in_the_interpreter(tokens):
 def test_products_of_what_was_quantised_in_the_interpreter(tokens, options):
     """With no copy between the two kernels, whatever the number of tokens; NaN and infinity stay in their rows."""
     x = jnp.asarray(odd_tokens(tokens, 128), jnp.bfloat16)
-    weights = fp8.quantise(jnp.asarray(RNG.standard_normal((128, 64)), jnp.float32))
+    weights = in_one(fp8.quantise, jnp.asarray(RNG.standard_normal((128, 64)), jnp.float32))
     tuning = fp8.Tuning(num_ctas=2, **options)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -216,7 +217,8 @@ def test_products_of_what_was_quantised_in_the_interpreter(tokens, options):
 
     out = np.asarray(run(x, weights), np.float32)
     assert not gpu_callbacks.get_races().races_found
-    expected = np.asarray(fp8.fp8_products_reference(fp8.quantise_tokens_reference(x), weights))
+    codes = in_one(fp8.quantise_tokens_reference, x)
+    expected = np.asarray(in_one(fp8.fp8_products_reference, codes, weights))
     assert out.shape == expected.shape == (tokens, 64)
     finite = np.delete(np.arange(tokens), [4, 5])
     assert np.isfinite(out[finite]).all() and not np.isfinite(out[[4, 5]]).all(axis=1).any()

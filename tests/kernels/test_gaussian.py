@@ -12,6 +12,7 @@ from pallas_kernels.gaussian.logits import candidate_logits_mosaic_gpu
 from pallas_kernels.gaussian.moments import query_gaussian_mosaic_gpu
 from pallas_kernels.gaussian.reference import query_gaussian_reference
 from tests.kernels.gaussian_cases import GaussianCase, gaussian_error, make_gaussian
+from tests.one_program import in_one
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -39,7 +40,7 @@ def run_kernels(case: GaussianCase, interpret=None, ctas: int = 132):
 def test_gaussian_logits(options, ctas):
     case = make_gaussian(**options)
     fine = 8 if case.arrays[0].dtype == jnp.float16 else 1
-    reference = gaussian.gaussian_logits_reference(*case.arrays, **case.options)
+    reference = in_one(gaussian.gaussian_logits_reference, *case.arrays, **case.options)
     error, norm_error = gaussian_error(reference, case)
     # Of logits of size 1 to 3, because turned queries and covariances have 16 bits.
     assert error < 0.03 / fine

@@ -15,6 +15,7 @@ from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.decode_layer_cases import heads_of
 from tests.kernels.ragged_cases import make_case, relative_error
 from tests.kernels.test_ragged_decode import plan_of
+from tests.one_program import in_one
 
 LENGTHS = [[70, 33, 33], [0, 1, 128]]
 
@@ -44,7 +45,7 @@ def test_interpreted_kernel_makes_them(options):
         heads, case.pool, plan, scale=case.scale, has_new=True, made=made, merge="separate",
         out_dtype=case.q.dtype, interpret=plgpu.InterpretGPUParams(detect_races=True),
     )  # fmt: skip
-    want, want_lse = rd.ragged_decode_reference(q, case.pool, plan, scale=case.scale, has_new=True)
+    want, want_lse = in_one(rd.ragged_decode_reference, q, case.pool, plan, scale=case.scale, has_new=True)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     assert relative_error(out, np.asarray(want, np.float64)) < 0.01
     np.testing.assert_allclose(lse, want_lse, atol=0.02)

@@ -12,6 +12,7 @@ from pallas_kernels.ragged_decode import mosaic_gpu
 from pallas_kernels.ragged_decode import plan as P
 from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.ragged_cases import Case, make_case, relative_error
+from tests.one_program import in_one
 
 OPTIONS = [
     {},
@@ -35,10 +36,16 @@ def plan_of(case: Case, **how) -> rd.DecodePlan:
     return jax.jit(plan)(jnp.asarray(case.lengths), case.table, skip).layer(0)
 
 
+def reference(case: Case) -> tuple[jax.Array, jax.Array]:
+    return in_one(
+        rd.ragged_decode_reference, case.q, case.pool, plan_of(case), scale=case.scale, **case.options
+    )
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_reference_matches_dense_float64(options):
     case = make_case([[70, 33, 33], [0, 1, 128]], dtype=jnp.float32, **options)
-    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale, **case.options)
+    out, lse = reference(case)
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
     np.testing.assert_allclose(lse, want_lse, atol=2e-6)
@@ -46,7 +53,7 @@ def test_reference_matches_dense_float64(options):
 
 def test_reference_leaves_out_what_a_window_does_not_show():
     case = make_case([[70, 33, 33], [20, 16, 128]], dtype=jnp.float32, skip=[3, 15], new=True)
-    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale, **case.options)
+    out, lse = reference(case)
     want, want_lse = case.expected()
     assert relative_error(out, want) < 1e-6
     np.testing.assert_allclose(lse, want_lse, atol=2e-6)
@@ -54,7 +61,7 @@ def test_reference_leaves_out_what_a_window_does_not_show():
 
 def test_reference_of_an_empty_head_is_zero_and_minus_infinity():
     case = make_case([[0, 0, 5]])
-    out, lse = rd.ragged_decode_reference(case.q, case.pool, plan_of(case), scale=case.scale)
+    out, lse = reference(case)
     assert not np.asarray(out[0, :2], np.float32).any()
     assert np.isneginf(lse[0, :2]).all()
 
@@ -93,11 +100,12 @@ def test_every_plan_covers_every_unit_once(how):
     lengths = np.array([[100, 0, 65], [33, 1, 0], [0, 0, 127]], np.int32)
     if "borders" in how:
         how = {"borders": jnp.asarray(how["borders"])}
-    plan = rd.plan_decode(
+    plan = in_one(
+        rd.plan_decode,
         jnp.asarray(lengths),
         jnp.arange(120).reshape(3, 40),
-        np.array([0, 9, 20]),
-        np.array([0, 1, 0]),
+        first=np.array([0, 9, 20]),
+        column=np.array([0, 1, 0]),
         page_size=16,
         **how,
     ).layer(0)
@@ -142,7 +150,9 @@ def test_small_layers_have_fewer_shares():
     lengths = jnp.full((1, 8), 300, jnp.int32)
     table = jnp.zeros((1, 9), jnp.int32)
     for page, how, full in ((64, {}, 24), (16, {}, 24), (128, {}, 24), (64, {"num_shares": 132}, 40)):
-        plan = rd.plan_decode(lengths, table, np.zeros(8), np.zeros(8), page_size=page, **how)
+        plan = in_one(
+            rd.plan_decode, lengths, table, first=np.zeros(8), column=np.zeros(8), page_size=page, **how
+        )
         row = np.asarray(plan.shares)[0]
         assert (row[:, P.END] > row[:, P.START]).sum() == full
 
@@ -151,9 +161,10 @@ def test_equal_shares_differ_by_no_more_than_the_last():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(7, 0.8, size=(16, 8)).astype(np.int32)
     table = jnp.zeros((16, 9), jnp.int32)
-    plan = rd.plan_decode(
-        jnp.asarray(lengths), table, np.zeros(8), np.zeros(8), page_size=64, num_shares=132, unit=64
-    ).layer(0)
+    plan = in_one(
+        rd.plan_decode, jnp.asarray(lengths), table,
+        first=np.zeros(8), column=np.zeros(8), page_size=64, num_shares=132, unit=64,
+    ).layer(0)  # fmt: skip
     size = np.asarray(plan.shares)[0, :, P.END] - np.asarray(plan.shares)[0, :, P.START]
     total = int((-(-lengths // 64)).sum())
     assert size.sum() == total
@@ -172,9 +183,10 @@ def test_plans_of_many_layers_are_the_layers_plans():
     )
     for layer in range(2):
         at = slice(4 * layer, 4 * layer + 4)
-        alone = rd.plan_decode(
-            jnp.asarray(lengths[:, at]), table, first[at], column[at], rows=rows, **kwargs
-        ).layer(0)
+        alone = in_one(
+            rd.plan_decode, jnp.asarray(lengths[:, at]), table,
+            first=first[at], column=column[at], rows=rows, **kwargs,
+        ).layer(0)  # fmt: skip
         for name in ("shares", "items", "heads", "sync"):
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.of_layer(name))
 
@@ -288,11 +300,12 @@ def test_layers_in_the_interpreter():
     lengths = jnp.concatenate(
         [jnp.full_like(jnp.asarray(case.lengths), 16), jnp.asarray(case.lengths)], axis=1
     )
-    plan = rd.plan_decode(
+    plan = in_one(
+        rd.plan_decode,
         lengths,
         case.table,
-        np.tile(case.first, 2),
-        np.tile(case.column, 2),
+        first=np.tile(case.first, 2),
+        column=np.tile(case.column, 2),
         page_size=16,
         num_layers=2,
         num_shares=3,

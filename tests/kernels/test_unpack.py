@@ -9,12 +9,13 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_kernels import unpack
 from pallas_kernels.unpack.mosaic_gpu import unpack_pages_mosaic_gpu
 from tests.kernels.unpack_cases import CASES, check, make_case
+from tests.one_program import in_one
 
 
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_reference_is_the_loop(shape):
     case = make_case(*shape)
-    got = unpack.unpack_pages_reference(**case, most=shape[3], dtype=jnp.float16)
+    got = in_one(unpack.unpack_pages_reference, **case, most=shape[3], dtype=jnp.float16)
     check(got, case, shape[3], jnp.float16)
 
 

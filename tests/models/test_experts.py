@@ -16,6 +16,7 @@ from models.routing import COMPARED, expert_weights, likeliest, parts_to_choose_
 from models.testing import tiny_config
 from pallas_kernels import expert_products as ep
 from pallas_kernels.expert_products import LEAST_NARROW
+from tests.one_program import in_one
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -103,10 +104,11 @@ def test_few_tokens_go_to_their_experts_directly(there, normalize, monkeypatch):
     layer = init_params(config, jax.random.key(1))["layers"][0]
     x = np.random.default_rng(2).standard_normal((len(there), 64)).astype(np.float32)
     x[-1] = x[0]  # the same experts
-    got = expert_mlp(layer, x, config, np.array(there))
+    how = {"config": config, "there": np.array(there)}
+    got = in_one(expert_mlp, layer, x, **how)
     monkeypatch.setattr(ep, "plan_directly", None)
     monkeypatch.setattr(ep, "goes_directly", lambda *_, **__: False)
-    np.testing.assert_allclose(got, expert_mlp(layer, x, config, np.array(there)), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(got, in_one(expert_mlp, layer, x, **how), rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(np.asarray(got)[~np.array(there)], 0)
 
 

@@ -18,6 +18,7 @@ from models.testing import random_params, reference_decode, tiny_gpt_oss_config,
 from models.transformer import forward
 from models.weights import WeightMismatchError, assemble_params
 from tests.models.checkpoints import GOLDEN, Tensors, golden_tensors, in_mxfp4, same
+from tests.one_program import in_one
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,8 @@ def test_mlp_is_the_weighted_sum_of_the_chosen():
             h = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             want[t] += weight * (h @ layer["expert_down"][expert] + layer["expert_down_bias"][expert])
     params = {name: jnp.asarray(x, jnp.float32) for name, x in layer.items()}
-    np.testing.assert_allclose(expert_mlp(params, jnp.asarray(x, jnp.float32), config), want, atol=2e-5)
+    got = in_one(expert_mlp, params, jnp.asarray(x, jnp.float32), config=config)
+    np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_decoding_one_by_one_gives_the_logits_of_all_at_once():
