@@ -23,7 +23,7 @@ from jax import lax
 from pallas_kernels import byte_pages
 from tangram_jax.plan import MAX_TOKENS, CachePlan
 from tangram_jax.rings import SlidingLayers
-from tangram_jax.row_numbers import known_rows, one_row, whole
+from tangram_jax.row_numbers import at_least, known_rows, one_row, whole
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)  # logical axes, see models.sharding
 NO_PAGE = -1
@@ -141,6 +141,8 @@ def init_cache(
             f"a cache of {jnp.dtype(dtype)}: write float32, bfloat16 or float16, or uint8 for 8-bit keys and values"
         )
     check_model(plan, model_config)
+    num_pages, max_requests = at_least(1, num_pages=num_pages, max_requests=max_requests)
+    (max_tail,) = at_least(0, max_tail=max_tail)
     if plan.rings and max_tail > plan.rings.max_tail:
         raise ValueError(
             f"max_tail is {max_tail}, the plan's rings hold {plan.rings.max_tail}: "
@@ -148,13 +150,9 @@ def init_cache(
         )
     if max_tokens is None:
         max_tokens = min(model_config.max_positions, MAX_TOKENS)
-    if not 1 <= max_tokens <= MAX_TOKENS or max_tail < 0:
-        raise ValueError(
-            f"max_tokens must lie between 1 and {MAX_TOKENS} and max_tail must not be negative; "
-            f"got {max_tokens} and {max_tail}"
-        )
-    if num_pages < 1 or max_requests < 1:
-        raise ValueError(f"{num_pages} pages for {max_requests} requests: a cache needs at least one of each")
+    (max_tokens,) = at_least(1, max_tokens=max_tokens)
+    if max_tokens > MAX_TOKENS:
+        raise ValueError(f"max_tokens must lie between 1 and {MAX_TOKENS}; got {max_tokens}")
     layout = row_layout(plan, max_tokens, max_tail)
     if not layout.width:
         raise ValueError("no group may keep anything: raise the budgets, min_entries or max_tail")

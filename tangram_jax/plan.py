@@ -17,7 +17,7 @@ from pallas_kernels import byte_pages
 from tangram_jax.grouping import CLUSTERS, Cluster, clusters, heads_per_page_for, largest
 from tangram_jax.profile import BudgetProfile
 from tangram_jax.rings import Rings, SlidingLayers
-from tangram_jax.row_numbers import check_whole
+from tangram_jax.row_numbers import at_least, check_whole
 
 Division = Literal["equal", "split_map", "uniform"]
 DIVISIONS: tuple[Division, ...] = ("equal", "split_map", "uniform")
@@ -108,17 +108,15 @@ class CachePlan:
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
         heads_per_page = heads_per_page_for(profile, cluster) if heads_per_page is None else heads_per_page
-        min_entries = sinks + window if min_entries is None else min_entries
-        for name, value, least in (
-            ("heads_per_page", heads_per_page, 1),
-            ("page_size", page_size, 1),
-            ("sinks", sinks, 0),
-            ("window", window, 1),
-            ("min_entries", min_entries, 0),
-        ):
-            if int(value) != value or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
-        heads_per_page, page_size = int(heads_per_page), int(page_size)
+        heads_per_page, page_size, window = at_least(
+            1, heads_per_page=heads_per_page, page_size=page_size, window=window
+        )
+        (sinks,) = at_least(0, sinks=sinks)
+        (min_entries,) = at_least(0, min_entries=sinks + window if min_entries is None else min_entries)
+        if not isinstance(sliding, SlidingLayers | None):
+            raise TypeError(
+                f"sliding must be SlidingLayers, got {type(sliding).__name__}: write SlidingLayers.of(config)"
+            )
         if not 0.0 <= max_retention <= 1.0:
             raise ValueError(f"max_retention is a kept fraction, 0 for none; got {max_retention}")
         budgets = np.asarray(profile.budgets, np.float32)

@@ -1,5 +1,6 @@
 """The numbers that callers give: of rows, tokens and entries."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +30,18 @@ def check_whole(name: str, numbers: np.ndarray | jax.Array) -> None:
         raise TypeError(f"{name} are numbers, got a mask: write np.flatnonzero(mask)")
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"{name} are whole numbers, got {numbers.dtype}: write an array of int32")
+
+
+def at_least(least: int, **numbers: Any) -> Iterator[int]:
+    """Each of `numbers` as an int. Raises ValueError for one that is not whole, or less."""
+    for name, number in numbers.items():
+        try:
+            fits = int(number) == number and number >= least
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} must be a whole number of at least {least}; got {number!r}")
+        yield int(number)
 
 
 def known_rows(rows: Any, num_rows: int) -> jax.Array:

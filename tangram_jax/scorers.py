@@ -321,7 +321,7 @@ def get_scorer(name: str, **options: Any) -> Scorer:
     Raises:
       ValueError: for an unknown name, option or value; the message lists what exists.
     """
-    cls = SCORERS.get(name.lower().replace("-", "_"))
+    cls = SCORERS.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
     if cls is None:
         raise ValueError(f"unknown scorer {name!r}, expected one of: {', '.join(SCORERS)}")
     types = {field.name: field.type for field in dataclasses.fields(cls)}

@@ -228,6 +228,12 @@ def test_tokens_beyond_the_vocabulary(token):
     tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, chunk_of(1, wrong, 1), None)
 
 
+def test_names_of_scorers():
+    for name in ("", "other", None, 3):
+        with pytest.raises(ValueError, match=f"unknown scorer {name!r}, expected one of: snapkv"):
+            tj.get_scorer(name)
+
+
 @pytest.mark.parametrize("scorer", ["snapkv", None, tj.scorers.SnapKV])
 def test_what_is_no_scorer(scorer):
     plan = plan_of("1.0", 2, 8)
@@ -331,8 +337,26 @@ def test_budgets_in_fractions():
 
 
 def test_a_cache_of_nothing():
-    with pytest.raises(ValueError, match="-1 pages for 2 requests: a cache needs at least one of each"):
+    with pytest.raises(ValueError, match="num_pages must be a whole number of at least 1; got -1"):
         tj.init_cache(plan_of("1.0", 2, 8), CONFIG, num_pages=-1, max_requests=2)
+
+
+@pytest.mark.parametrize("name", ["num_pages", "max_requests", "max_tokens", "max_tail"])
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), "20", [20]], ids=str)
+def test_sizes_of_a_cache_are_whole_numbers(name, wrong):
+    sizes = {"num_pages": 20, "max_requests": 2, name: wrong}
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least [01]; got "):
+        tj.init_cache(plan_of("1.0", 2, 8), CONFIG, **sizes)
+
+
+def test_what_a_plan_is_made_of():
+    profile = tj.BudgetProfile.uniform(2, 4, 0.5)
+    for name in ("heads_per_page", "page_size", "sinks", "window", "min_entries"):
+        for wrong in (float("nan"), float("inf"), 1.5, "2", -1):
+            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least [01]; got "):
+                tj.CachePlan.build(profile, **{"heads_per_page": 2, name: wrong})
+    with pytest.raises(TypeError, match=r"got ModelConfig: write SlidingLayers.of\(config\)"):
+        tj.CachePlan.build(profile, 2, sliding=CONFIG)
 
 
 def test_a_model_of_more_positions_than_tokens_can_be_counted():
