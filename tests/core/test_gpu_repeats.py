@@ -67,6 +67,29 @@ def bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
+def filled_cache(
+    case: Case, config: ModelConfig, plan: tj.CachePlan, parallel: TensorParallel | None, tokens: np.ndarray
+) -> tj.Cache:
+    """With room for `tokens` of each row, the last one's chunk and a tail, and random entries everywhere."""
+    sizes = {"max_requests": len(tokens), "max_tokens": case.longest + case.chunk + TAIL, "max_tail": TAIL}
+    sizes["num_pages"] = len(tokens) * plan.pages(sizes["max_tokens"], TAIL)
+    if parallel:
+        cache = parallel.init_cache(**sizes, dtype=case.dtype)
+    else:
+        cache = tj.init_cache(plan, config, **sizes, dtype=case.dtype)
+    for row, count in enumerate(tokens):
+        cache = tj.reserve(plan, cache, np.int32(row), np.int32(count + case.chunk), np.int32(TAIL))
+
+    @jax.jit
+    def entries(key: jax.Array) -> jax.Array:
+        shape = (*cache.pool.shape[:3], plan.page_size, config.head_dim)
+        if byte_pages.is_bytes(case.dtype):
+            return byte_pages.join(*byte_pages.quantise(jax.random.normal(key, shape)))
+        return jax.random.normal(key, shape, case.dtype)
+
+    return cache.replace(pool=jax.device_put(entries(jax.random.key(0)), cache.pool.sharding))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_the_same(name: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,18 +105,11 @@ def test_every_step_is_the_same(name: str, caplog: pytest.LogCaptureFixture) -> 
         case.longest, random.integers(1, case.longest, case.rows - 1), case.longest * (case.retention == 1)
     ]
     tails = np.r_[random.integers(0, TAIL - 8, case.rows), 0]
-    sizes = {"max_requests": case.rows + 1, "max_tokens": case.longest + case.chunk + TAIL, "max_tail": TAIL}
-    sizes["num_pages"] = (case.rows + 1) * plan.pages(sizes["max_tokens"], TAIL)
     parallel = TensorParallel.of(config, plan, case.devices) if case.devices > 1 else None
-    if parallel:
-        params = parallel.linked(params)
-        cache = parallel.init_cache(**sizes, dtype=case.dtype)
-    else:
-        cache = tj.init_cache(plan, config, **sizes, dtype=case.dtype)
-    for row, count in enumerate(tokens):
-        cache = tj.reserve(plan, cache, np.int32(row), np.int32(count + case.chunk), np.int32(TAIL))
-    held = jax.tree.map(lambda x: x.sharding, cache)
-    begin = jax.device_put((tokens.astype(np.int32), tails.astype(np.int32)), (held.tokens, held.tail))
+    params = parallel.linked(params) if parallel else params
+    cache = filled_cache(case, config, plan, parallel, tokens)
+    counts = cache.tokens.sharding, cache.tail.sharding
+    begin = jax.device_put((tokens.astype(np.int32), tails.astype(np.int32)), counts)
     given = random.integers(8, config.vocab_size, (case.rows + case.chunk, 1 + case.drafts), np.int32)
     of_rows = given[: case.rows] if case.drafts else given[: case.rows, 0]
     decode = tj.Decode(np.arange(case.rows, dtype=np.int32), of_rows)
@@ -102,15 +118,6 @@ def test_every_step_is_the_same(name: str, caplog: pytest.LogCaptureFixture) -> 
         tj.Chunk(np.int32(case.rows), given[case.rows :, 0], np.int32(case.chunk - 5)) if case.chunk else None
     )
     options = compiler_options(case.devices, linked="links" in params, alone=not chunk)
-
-    @partial(jax.jit, donate_argnums=1)
-    def filled(key: jax.Array, cache: tj.Cache) -> tj.Cache:
-        if byte_pages.is_bytes(cache.pool.dtype):
-            shape = (*cache.pool.shape[:3], plan.page_size, config.head_dim)
-            pool = byte_pages.join(*byte_pages.quantise(jax.random.normal(key, shape)))
-        else:
-            pool = jax.random.normal(key, cache.pool.shape, cache.pool.dtype)
-        return cache.replace(pool=pool)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=options)
     def again(params: Any, cache: tj.Cache, begin: Any, want: jax.Array, wrong: jax.Array) -> Any:
@@ -122,7 +129,6 @@ def test_every_step_is_the_same(name: str, caplog: pytest.LogCaptureFixture) -> 
             logits, cache = tj.step(params, config, plan, scorer, cache, chunk, decode)
         return cache, logits, wrong + (bits(logits) != bits(want)).any(axis=1)
 
-    cache = jax.device_put(filled(jax.random.key(0), cache), held)
     every = parallel.everywhere if parallel else None
     nothing = jax.device_put(
         np.zeros((case.rows * (1 + case.drafts) + bool(chunk), config.vocab_size), np.float32), every
