@@ -18,6 +18,7 @@ from models.config import ModelConfig
 from pallas_kernels import byte_pages
 from pallas_kernels.chunk_prefill import aligned
 from tangram_jax.pages import StepPages
+from tangram_jax.row_numbers import at_least
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,16 @@ class Rings:
         cls, sliding: SlidingLayers, kv_heads: int, heads_per_page: int, page_size: int, trailing: int
     ) -> Rings:
         """`trailing`: compressed tokens that a row may take back after its tail, the plan's window."""
-        for name in ("count", "window", "max_tail"):
-            if getattr(sliding, name) < (name != "max_tail"):
-                raise ValueError(f"sliding layers: {name} is {getattr(sliding, name)}")
-        held = sliding.window - 1 + sliding.max_tail + trailing
+        count, window = at_least(1, **{"sliding.count": sliding.count, "sliding.window": sliding.window})
+        (max_tail,) = at_least(0, **{"sliding.max_tail": sliding.max_tail})
+        held = window - 1 + max_tail + trailing
         return cls(
-            layers=sliding.count,
+            layers=count,
             kv_heads=kv_heads,
             heads_per_page=heads_per_page,
             page_size=page_size,
-            window=sliding.window,
-            max_tail=sliding.max_tail,
+            window=window,
+            max_tail=max_tail,
             pages=-(-held // page_size) + 1,
         )
 

@@ -294,5 +294,8 @@ def test_a_plan_must_fit_the_model():
         tj.init_cache(shorter, CONFIG, num_pages=10, max_requests=1)
     with pytest.raises(ValueError, match="rings hold 24"):
         tj.init_cache(plan_of(), CONFIG, num_pages=10, max_requests=1, max_tail=25)
-    with pytest.raises(ValueError, match="window is 0"):
-        tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 1.0), 2, 8, sliding=tj.SlidingLayers(1, 0))
+    for wrong, name in (((1, 0), "window"), ((1.5, 8), "count"), ((1, 8, -1), "max_tail")):
+        with pytest.raises(
+            ValueError, match=rf"sliding\.{name} must be a whole number of at least [01]; got"
+        ):
+            tj.CachePlan.build(tj.BudgetProfile.uniform(1, 4, 1.0), 2, 8, sliding=tj.SlidingLayers(*wrong))
