@@ -153,6 +153,7 @@ def test_each_division_gives_the_same_result_in_the_interpreter(config, division
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
 
 
+@pytest.mark.slow  # on GPUs `test_gpu_step` has steps of each division
 def test_a_split_map_lowers_for_a_gpu(caplog, monkeypatch):
     """A token alone has the whole GPU, though the step puts an empty slot beside it."""
     plan, splits, plan_decode = plan_of(WINDOWS, "split_map"), [], ragged_decode.plan_decode

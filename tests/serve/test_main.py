@@ -86,7 +86,7 @@ def taken() -> Iterator[socket.socket]:
     [
         ("127.0.0.1", signal.SIGINT),
         pytest.param("localhost", signal.SIGTERM, marks=pytest.mark.slow),
-        ("::1", signal.SIGTERM),
+        pytest.param("::1", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_it_serves_where_it_says_until_a_signal_ends_it_without_a_traceback(

@@ -153,6 +153,7 @@ program.HttpProcesses.set_up = set_up_once
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_one_that_ends_as_soon_as_it_begins_is_replaced_where_another_is_about_to_serve() -> None:
     changes = "import serve.processes\nserve.processes._FAST_SECONDS = 4\n"
     with program("127.0.0.1", changes, "--api-server-count", "2") as (process, address):

@@ -15,6 +15,7 @@ from tests.serve.http_server import EOS, ids, serving
 from tests.serve.tool_templates import tool_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+SOON = 0.05  # seconds between tokens: what comes before the first has left goes with it
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 
@@ -35,14 +36,14 @@ def pieces(served, **rest):
 
 
 def test_the_first_token_comes_at_once_and_the_last_ones_with_the_end(served):
-    served.script("abcdefghijk")
+    served.script("abcdefghijk", delay=SOON)
     assert pieces(served) == {0: ["a", "bcde", "fghi", "jk"]}
-    served.script([*ids("abc"), EOS], finish="stop")
+    served.script([*ids("abc"), EOS], finish="stop", delay=SOON)
     assert pieces(served) == {0: ["a", "bc"]}
 
 
 def test_every_choice_has_its_own(served):
-    served.script("abcdef")
+    served.script("abcdef", delay=SOON)
     assert pieces(served, n=3) == {n: ["a", "bcde", "f"] for n in range(3)}
 
 
