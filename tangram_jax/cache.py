@@ -133,8 +133,8 @@ def init_cache(
     `max_tokens`: longest conversation of a row (default: the model's positions, at most plan.MAX_TOKENS); `max_tail`: most
     tokens that a row keeps whole before they must be compressed; `dtype`: of the parameters, as the GPU kernels take
     16-bit pages of the activations' dtype alone, or uint8 for 8-bit keys and values with a scale for each entry
-    (`pallas_kernels.byte_pages`), whatever the parameters are. Raises ValueError when the plan is for another model, and for
-    other dtypes.
+    (`pallas_kernels.byte_pages`), whatever the parameters are. Raises ValueError when the plan is for another model, for
+    other dtypes, and for sizes that are no whole numbers or out of range.
     """
     if jnp.dtype(dtype) not in ("float32", "bfloat16", "float16") and not byte_pages.is_bytes(dtype):
         raise ValueError(

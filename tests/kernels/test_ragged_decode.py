@@ -25,15 +25,10 @@ OPTIONS = [
 
 
 def plan_of(case: Case, **how) -> rd.DecodePlan:
-    """As one program: its operations one by one would be as many programs."""
-
-    def plan(lengths: jax.Array, table: jax.Array, skip: jax.Array | None) -> rd.DecodePlan:
-        return rd.plan_decode(
-            lengths, table, case.first, case.column, page_size=case.page_size, skip=skip, **how
-        )
-
-    skip = None if case.skip is None else jnp.asarray(case.skip)
-    return jax.jit(plan)(jnp.asarray(case.lengths), case.table, skip).layer(0)
+    return in_one(
+        rd.plan_decode, jnp.asarray(case.lengths), case.table, first=case.first, column=case.column,
+        page_size=case.page_size, skip=None if case.skip is None else jnp.asarray(case.skip), **how,
+    ).layer(0)  # fmt: skip
 
 
 def reference(case: Case) -> tuple[jax.Array, jax.Array]:
@@ -301,15 +296,9 @@ def test_layers_in_the_interpreter():
         [jnp.full_like(jnp.asarray(case.lengths), 16), jnp.asarray(case.lengths)], axis=1
     )
     plan = in_one(
-        rd.plan_decode,
-        lengths,
-        case.table,
-        first=np.tile(case.first, 2),
-        column=np.tile(case.column, 2),
-        page_size=16,
-        num_layers=2,
-        num_shares=3,
-    )
+        rd.plan_decode, lengths, case.table, first=np.tile(case.first, 2), column=np.tile(case.column, 2),
+        page_size=16, num_layers=2, num_shares=3,
+    )  # fmt: skip
     check_interpreted(case, plan.layer(1))
 
 

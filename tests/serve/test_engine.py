@@ -84,12 +84,8 @@ def test_preemption_changes_nothing():
 
 @pytest.mark.parametrize(
     ("kind", "config", "compresses"),
-    [
-        ("full", CONFIG, False),
-        ("full", CONFIG, True),
-        pytest.param("gemma2", GEMMA2, False, marks=pytest.mark.slow),
-    ],
-)
+    [("full", CONFIG, False), ("full", CONFIG, True), pytest.param("gemma2", GEMMA2, False, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_tails_of_eight_tokens(kind, config, compresses, monkeypatch):
     """Of rows that keep everything a tail counts as compressed, which changes as little as compressing it would."""
     prompts = [tokens_of(n) for n in (3, 60)]
