@@ -69,6 +69,10 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
         partial(without, decode_layer),
         "with kernels of their own for a layer's attention and its products",
     ),
+    "products-apart": (
+        partial(without, layer_products),
+        "with kernels of their own for each of a layer's products",
+    ),
     "heads-apart": (
         partial(patched, (ragged_decode, "makes_heads", lambda *_, **__: False)),
         "with other kernels for heads, where attention makes them",

@@ -47,8 +47,6 @@ class LayerHeads:
         return heads
 
 
-def making(attend: Any, config: ModelConfig) -> AttendHeads | None:
+def making(attend: Any) -> AttendHeads | None:
     """`attend` if it makes heads."""
-    if config.tensor_axis is not None or not isinstance(attend, AttendHeads):
-        return None
-    return attend if attend.makes_heads() else None
+    return attend if isinstance(attend, AttendHeads) and attend.makes_heads() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -129,9 +130,11 @@ def gated_product(
     return opened(gate_up[:, 0], gate) * gate_up[:, 1]
 
 
-def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig) -> bool:
+def has_layer_kernel(
+    layers: Sequence[Params], x: Float[Array, "T E"], config: ModelConfig, links: Array | None = None
+) -> bool:
     """Whether `ended` is there for these layers, and no slower than their products by themselves."""
-    if layer_tuning(len(x), config) is None:
+    if layer_tuning(len(x), config, links) is None:
         return False
     matrices = MIXTURE_MATRICES if config.num_experts else MATRICES
     names = ["attn_norm", "mlp_norm", *matrices]
@@ -150,30 +153,49 @@ def has_layer_kernel(layers: Sequence[Params], x: Float[Array, "T E"], config: M
     return True
 
 
-def wanted_multiple(tokens: int, config: ModelConfig) -> int:
+def wanted_multiple(tokens: int, config: ModelConfig, links: Array | None = None) -> int:
     """Of how many tokens a multiple should be where there are about so many, for the sake of kernels for few."""
     multiple = layer_products.MULTIPLE
-    if tokens > multiple and layer_tuning(-(-tokens // multiple) * multiple, config) is not None:
+    most = -(-tokens // multiple) * multiple
+    if tokens > multiple and layer_tuning(most, config, links) is not None:
         return multiple
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     taken = tokens > multiple and dense_products.takes(tokens, config.hidden_size * heads)
     return dense_products.MULTIPLE if taken else 1
 
 
-def layer_tuning(tokens: int, config: ModelConfig) -> layer_products.Tuning | None:
-    """Of the kernel of a layer's products, None where there is none for so many tokens; see `has_layer_kernel`."""
-    if config.tensor_axis is not None or config.attn_out_bias:
+def layer_tuning(
+    tokens: int, config: ModelConfig, links: Array | None = None
+) -> layer_products.Tuning | None:
+    """Of the kernel of a layer's products, None where there is none for so many tokens; see `has_layer_kernel`.
+
+    Of a device's share there is one if it has `links` to the others, see `all_reduce.links_of`.
+    """
+    shared = config.tensor_axis is not None
+    if config.attn_out_bias or (shared and not _reached(tokens, config, links)):
         return None
     heads, kv_heads = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
     inner = config.expert_size if config.num_experts else config.intermediate_size
     columns = heads, config.hidden_size, inner, heads + 2 * kv_heads
     if not config.num_experts:
-        return layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
+        tuning = layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
+        if tuning and shared and tuning.fp8:  # by tiles these have not run
+            return dataclasses.replace(tuning, by_tile=False)
+        return tuning
     other = config.experts_mxfp4 or config.weights_fp8 or config.expert_bias or config.swiglu_limit
     if other or config.dense_layers or config.post_norms:
         return None
     mixture = config.num_experts, config.experts_per_token
     return layer_products.tuning_for(tokens, *columns, mixture=mixture)
+
+
+def _reached(tokens: int, config: ModelConfig, links: Array | None) -> bool:
+    """Whether that kernel adds up shares of so many tokens."""
+    if links is None or links.shape[-2] - 1 not in layer_products.LINKED or config.num_experts:
+        return False
+    width = config.hidden_size
+    reached = width % all_reduce.EVEN == 0 and width <= all_reduce.MOST_COLUMNS
+    return reached and tokens <= layer_products.MOST_LINKED
 
 
 class EndOfLayer(NamedTuple):
@@ -182,17 +204,23 @@ class EndOfLayer(NamedTuple):
     x: Float[Array, "T E"]
     weights: LayerWeights | MixtureWeights
     counters: Array
+    links: Array | None  # between devices, of which each has a share of the matrices
     how: dict[str, Any]  # gate, eps and offset
     tuning: layer_products.Tuning | None
     last: bool = False  # there is no following layer, whatever the weights are
 
 
 def end_of_layer(
-    layer: Params, following: Params | None, x: Float[Array, "T E"], counters: Array, config: ModelConfig
+    layer: Params,
+    following: Params | None,
+    x: Float[Array, "T E"],
+    counters: Array,
+    links: Array | None,
+    config: ModelConfig,
 ) -> EndOfLayer:
     """Of a layer that `has_layer_kernel`, with the heads of the `following` one, which are without bias.
 
-    `counters`: of `layer_products.counters_of`, the same for all layers.
+    `counters`: of `layer_products.counters_of`, the same for all layers. `links`: see `all_reduce.links_of`.
     """
     how: dict[str, Any] = {
         "gate": "gelu" if config.gelu else "silu", "eps": config.norm_eps, "offset": config.norm_offset
@@ -206,7 +234,8 @@ def end_of_layer(
     if following is not None:
         heads = _matrix(following["qkv"], len(layer["mlp_norm"]), -1)
         weights = weights._replace(next_norm=following["attn_norm"], heads=heads)
-    return EndOfLayer(x, weights, counters, how, layer_tuning(len(x), config))
+    tuning = layer_tuning(len(x), config, links)
+    return EndOfLayer(x, weights, counters, links, how, tuning)
 
 
 def _dense_weights(layer: Params, config: ModelConfig) -> LayerWeights:
@@ -236,8 +265,8 @@ def ended(
     `in_parts`: these are still to be added up.
     """
     return layer_products.layer_products(
-        attended, end.x, end.weights, end.counters, **end.how, tuning=end.tuning, in_parts=in_parts
-    )
+        attended, end.x, end.weights, end.counters, **end.how, links=end.links, tuning=end.tuning, in_parts=in_parts
+    )  # fmt: skip
 
 
 def _by_xla(x: Array, weights: Array, columns: tuple[int, ...]) -> Array:

@@ -138,7 +138,7 @@ def _after_attention(
     h: Any = attended.reshape(x.shape[0], -1).astype(x.dtype)
     if counters is not None:
         with jax.named_scope("end_of_layer"):
-            x, heads = ended(h, end_of_layer(layer_params, following, x, counters, config), in_parts)
+            x, heads = ended(h, end_of_layer(layer_params, following, x, counters, links, config), in_parts)
         return x, None, heads
     routed = "router" in layer_params
     gates = None if routed else layer_params["gate_up"]
@@ -236,14 +236,14 @@ def forward(
         if config.sliding_layers and config.sliding_rope_theta is not None:
             sliding_rope = rope_tables(positions, config, sliding=True)
     layers = params["layers"]
-    counters = counters_of(tokens) if has_layer_kernel(layers, x, config) else None
+    counters = counters_of(tokens) if has_layer_kernel(layers, x, config, links) else None
     # Of the layer before: a kernel may add it in the next one's norm, or has made the next one's heads already.
     added: Any = None
     heads: Array | None = None
-    if counters is not None and (whole := whole_layers.reaching(attend, x, config)):
-        x, state = whole_layers.run(layers, x, rope, sliding_rope, whole, state, counters, config)
+    if counters is not None and (whole := whole_layers.reaching(attend, x, config, links)):
+        x, state = whole_layers.run(layers, x, rope, sliding_rope, whole, state, counters, links, config)
         layers = []
-    makes_heads = making(attend, config)
+    makes_heads = making(attend)
     of_layers = LayerHeads(config, x.dtype, rope, sliding_rope) if makes_heads else None
     for layer, layer_params in enumerate(layers):
         with jax.named_scope(f"layer_{layer}"):

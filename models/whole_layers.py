@@ -34,9 +34,11 @@ class AttendToTheEnd(Protocol):
         ...
 
 
-def reaching(attend: Any, x: Float[Array, "T E"], config: ModelConfig) -> AttendToTheEnd | None:
+def reaching(
+    attend: Any, x: Float[Array, "T E"], config: ModelConfig, links: Array | None = None
+) -> AttendToTheEnd | None:
     """`attend` if `run` takes it, with layers that have a kernel for their products, and is no slower."""
-    tuning = layer_tuning(len(x), config)
+    tuning = layer_tuning(len(x), config, links)
     if tuning is None or config.num_experts or decode_layer.tuning_for(config.head_dim) is None:
         return None
     return attend if isinstance(attend, AttendToTheEnd) and attend.reaches_the_end(tuning) else None
@@ -50,10 +52,11 @@ def run(
     attend: AttendToTheEnd,
     state: Any,
     counters: Array,
+    links: Array | None,
     config: ModelConfig,
 ) -> tuple[Float[Array, "T E"], Any]:
     """(the residual stream after all layers, state)."""
-    tuning = layer_tuning(len(x), config)
+    tuning = layer_tuning(len(x), config, links)
     assert tuning is not None
     of_layers = LayerHeads(config, x.dtype, rope, sliding_rope)
     with jax.named_scope("heads"):
@@ -62,7 +65,7 @@ def run(
         parts = parts_of(first.astype(jnp.float32), x.shape[1], tuning)
     for layer, params in enumerate(layers):
         last = layer + 1 == len(layers)
-        end = end_of_layer(params, params if last else layers[layer + 1], x, counters, config)
+        end = end_of_layer(params, params if last else layers[layer + 1], x, counters, links, config)
         end = end._replace(last=last)
         heads = of_layers.of_layer(layer, params, parts)
         with jax.named_scope(f"layer_{layer}"):

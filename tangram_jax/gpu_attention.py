@@ -352,7 +352,7 @@ class DecodeKernel:
         assert isinstance(end.weights, LayerWeights)  # `whole_layers.reaching` says so
         return decode_layer.decode_layer(
             heads, self._pool, self._plan.layer(layer), end.x, end.weights, end.counters,
-            jnp.full(1, not end.last, jnp.int32), made=made, sinks=sinks,
+            jnp.full(1, not end.last, jnp.int32), end.links, made=made, sinks=sinks,
             products_tuning=end.tuning, **self._logits._asdict(), **end.how,
         )  # fmt: skip
 

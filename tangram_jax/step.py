@@ -75,7 +75,7 @@ def step(
         decode = _decode_placed(decode, plan, cache)
         beside = sum(part.tokens.shape[0] for part in chunks)
         each = 1 if decode.tokens.ndim == 1 else decode.tokens.shape[1]
-        more = _missing_slots(config, beside + decode.tokens.size, each)
+        more = _missing_slots(config, beside + decode.tokens.size, each, params.get("links"))
         decode, empty = _with_empty(decode, more, cache), more * each
     _check_rows(
         [part.rows if isinstance(part, Packed | Decode) else part.row for part in (*chunks, decode) if part],
@@ -226,7 +226,7 @@ def decode_step(
 _NO_SCORER: Any = None
 
 
-def _missing_slots(config: ModelConfig, tokens: int, each: int) -> int:
+def _missing_slots(config: ModelConfig, tokens: int, each: int, links: Any = None) -> int:
     """How many slots of `each` tokens a step of `tokens` lacks on a GPU: empty ones, which attention leaves out.
 
     XLA computes the norm of two tokens in one kernel, that of one in two, and pads tokens for FP8 weights in kernels of
@@ -236,7 +236,7 @@ def _missing_slots(config: ModelConfig, tokens: int, each: int) -> int:
         return 0
     if config.weights_fp8:
         return -(-(-tokens % fp8_products.LEAST_TOKENS) // each)
-    multiple = wanted_multiple(tokens, config)
+    multiple = wanted_multiple(tokens, config, links)
     if multiple > 1:
         more = next((n for n in range(multiple) if (tokens + n * each) % multiple == 0), 0)
         return more if tokens + more * each <= dense_products.MOST_TOKENS else 0

@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.all_reduce.links import MOST_COLUMNS, in_passing, links_of
+from pallas_kernels.all_reduce.links import EVEN, MOST_COLUMNS, in_passing, links_of
 from pallas_kernels.norms import rms_norm
 
 TRIED = (2, 4)  # numbers of devices on which these have run
 PADDED = 1024  # columns that are no multiple of EVEN are padded to one of this
-EVEN = 256  # two for each thread
 
 __all__ = [
+    "EVEN",
     "MOST_COLUMNS",
     "added_norm",
     "all_reduce",

@@ -59,11 +59,11 @@ def load(at: Any, words: int) -> tuple[Any, ...]:
     )
 
 
-def store(at: Any, words: Sequence[Any]) -> None:
-    """1, 2 or 4 i32s; of 4 each half comes as one: the hardware does it, PTX promises nothing."""
+def store(at: Any, words: Sequence[Any], there: Any = None) -> None:
+    """1, 2 or 4 i32s, by all who are `there`; of 4 each half comes as one: the hardware does it, PTX promises nothing."""
     shape, names = _operands(len(words), 1)
     mgpu_utils.inline_ptx(
-        f"st.relaxed.sys.global{shape}.u32 [$0], {names};", at, *words, has_side_effects=True
+        f"st.relaxed.sys.global{shape}.u32 [$0], {names};", at, *words, predicate=there, has_side_effects=True
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, scf
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce import device_ops as mail
@@ -30,24 +30,21 @@ from pallas_kernels.all_reduce.links import ROW, TURNS, most_rows
 AWAITED = 96  # registers of a thread for what it awaits at once
 
 
-def exchange(share: Any, links: Any, row: Any) -> jax.Array:
-    """f32[columns]: the sum of a row of all devices' `share` [T, columns], in the devices' order on all of them.
+def exchange(share: jax.Array, links: Any, row: Any, size: int) -> jax.Array:
+    """f32[columns]: the sum of all devices' `share` [columns] of a row, in the devices' order on all of them.
 
-    `links`: i32[1 + N, 2], see `links.links_of`.
+    `links`: i32[1 + N, 2], see `links.links_of`. `size`: of the share's elements that a thread has side by side.
     """
-    columns, devices = share.shape[1], links.shape[0] - 1
-    size = ops.vector_size(columns, columns)
+    (columns,), devices, dtype = share.shape, links.shape[0] - 1, share.dtype
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=size)
-    dtype = share.dtype
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), ops.SCALAR),
+        arg_types=(layout, plgpu.RefType(), ops.SCALAR),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=layout),
     )
     def run(_: Any, share: Any, links: Any, row: Any) -> Any:
-        row = ops.as_operand(row)
-        post = _Post(links, devices, row)
-        vectors = _load_row(share, row, columns, size)
+        post = _Post(links, devices, ops.as_operand(row))
+        vectors = [mail.in_words(vector, size // 2) for vector in share.registers]
         for device in range(devices):
             post.send(device, vectors)
         sums: list[Any] = []
@@ -120,14 +117,3 @@ class _Post:
 def _records(vectors: list[list[Any]]) -> list[tuple[Any, ...]]:
     """Words that are stored at once: two of a vector, or the only one."""
     return [record for vector in vectors for record in itertools.batched(vector, 2)]
-
-
-def _load_row(share: Any, row: Any, columns: int, size: int) -> list[list[Any]]:
-    """The words of each of a thread's vectors."""
-    words, out = size // 2, []
-    for start in range(0, columns // 2, ops.WARPGROUP * words):
-        offset = ops.muladd((row, columns // 2), (mail.thread(), words), (ops.constant(start), 1))
-        at = mgpu_utils.getelementptr(ops.pointer_of(share), [offset], mail.i32())
-        vector = llvm.load(ir.VectorType.get((words,), mail.i32()), at, alignment=4 * words)
-        out.append(mail.in_words(vector, words))
-    return out

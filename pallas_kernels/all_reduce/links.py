@@ -2,7 +2,8 @@
 
 A mailbox has a turn for each row, then what others write: [odd and even turns, sender, row] words, each with a turn's number
 beside it (`exchange`). Behind that it has a turn for each CTA, flags [CTA, PLACES turns, shares and sums, sender], and rows
-in the same order (`relay`).
+in the same order (`relay`); then turns of parts of tiles, and [odd and even turns, sender, part, piece] words with turns
+(`tiles`).
 """
 
 import ctypes
@@ -18,6 +19,7 @@ from pallas_kernels.support import check_device
 
 ROWS = 512  # of all senders together, so that this part of a mailbox is 32 MiB
 MOST_COLUMNS = 8192
+EVEN = 256  # columns are a multiple of it, two for each thread; others are padded
 ROW = 4 * MOST_COLUMNS  # bytes: of each element of 2 bytes, and half of a turn's number
 TURNS = 4 * ROWS  # bytes
 # Elements that a device sends, 4 bytes of each: from so many on a relay is faster, which sends an N-th of that, twice.
@@ -25,6 +27,10 @@ AS_THEY_ARE = 3 << 18
 RELAYS = 256  # CTAs that relay rows
 PLACES = 4  # turns of a relay that have places of their own: at least three, and a power of two
 RELAY_ROW = 2 * MOST_COLUMNS  # bytes
+PARTS = 132  # of tiles: CTAs that each have one
+MOST_PIECES = 16  # of a part: of four tokens, 64 in all
+PIECE = 2048  # bytes: of four tokens' 128 columns, and as many of turns' numbers
+PART_TURNS = 1024  # bytes
 WAITS = -1  # a mask
 
 
@@ -48,8 +54,13 @@ def relay_rows_begin(devices: int) -> int:
     return relay_begins(devices) + 4 * RELAYS * (1 + 2 * PLACES * devices)
 
 
-def mailbox_bytes(devices: int) -> int:
+def tiles_begin(devices: int) -> int:
+    """Where the part of `tiles` begins, with the parts' turns."""
     return relay_rows_begin(devices) + RELAYS * 2 * PLACES * devices * RELAY_ROW
+
+
+def mailbox_bytes(devices: int) -> int:
+    return tiles_begin(devices) + PART_TURNS + 2 * devices * PARTS * MOST_PIECES * PIECE
 
 
 @functools.cache

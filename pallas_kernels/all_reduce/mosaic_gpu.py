@@ -95,7 +95,8 @@ def _rows(
 def _total(share: Any, links: Any, row: Any, interpret: Any) -> jax.Array:
     """f32[columns], of all devices."""
     if interpret is None:
-        return exchange(share, links, row)
+        columns = share.shape[1]
+        return exchange(_row(share, row, interpret), links, row, ops.vector_size(columns, columns))
     total = links.at[0, row][...].astype(jnp.float32)
     for device in range(1, links.shape[0]):
         total += links.at[device, row][...].astype(jnp.float32)
@@ -103,7 +104,7 @@ def _total(share: Any, links: Any, row: Any, interpret: Any) -> jax.Array:
 
 
 def _row(ref: Any, row: Any, interpret: Any) -> jax.Array:
-    """One of [T, columns], or all of [columns], with each thread's elements where `exchange` has them."""
+    """One of [T, columns], or all of [columns], as many elements of a thread side by side as it can load at once."""
     if interpret is not None:
         return (ref if row is None else ref.at[row])[...]
     columns = ref.shape[-1]

@@ -81,6 +81,7 @@ def decode_layer(
     weights: LayerWeights,
     counters: jax.Array,
     following: jax.Array,
+    links: jax.Array | None = None,
     *,
     made: Made,
     scale: float,
@@ -102,6 +103,7 @@ def decode_layer(
       x, weights, counters, gate, eps, offset: as in `layer_products`; the weights have those of the next layer's heads.
       following: i32[1], 0 where no layer follows: weights for its heads are not read then, and the heads are anything. So
         all layers of a model have the same kernel.
+      links: as in `layer_products`; heads, pool and plan are the device's own.
       attention_tuning, products_tuning: by default the device's, and that for these shapes.
 
     Raises:
@@ -122,7 +124,7 @@ def decode_layer(
     check_supported(shape, made.dtype, pool, plan, products_tuning, attention_tuning)
     layer_products.check_supported(x, *weights.given.values())
     return decode_layer_mosaic_gpu(
-        heads, pool, plan, sinks, x, weights, counters, following, made=made, scale=float(scale),
+        heads, pool, plan, sinks, x, weights, counters, following, links, made=made, scale=float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap), gate=gate, eps=eps, offset=offset,
         attention_tuning=attention_tuning, products_tuning=products_tuning,
     )  # fmt: skip

@@ -60,6 +60,7 @@ def decode_layer_mosaic_gpu(
     weights: LayerWeights,
     counters: jax.Array,
     following: jax.Array,
+    links: jax.Array | None = None,
     *,
     made: Made,
     scale: float,
@@ -81,12 +82,13 @@ def decode_layer_mosaic_gpu(
         slots = min(products_tuning.weight_slots, 11)
         products_tuning = dataclasses.replace(products_tuning, weight_slots=slots)
     multiply = ProductsConfig(
-        tokens=len(x), tuning=products_tuning, phases=products.phases_for(x, weights, gate, products_tuning), eps=eps,
-        offset=offset, interpreted=False, attends=True,
+        tokens=len(x), tuning=products_tuning, eps=eps, offset=offset, interpreted=False, attends=True,
+        phases=products.phases_for(x, weights, gate, products_tuning, linked=links is not None),
     )  # fmt: skip
     of_attention = operands_of(heads, pool, plan, sinks, attend)
     results = attention_results(attend, shape[0], x.dtype)
     given = weights.operands | {"x": x, "counters": counters, "following": following}
+    given |= {} if links is None else {"links": links}
     made_there = products.results_of(x, multiply.phases)
     operands, outputs = (of_attention, given), (results, made_there)
 

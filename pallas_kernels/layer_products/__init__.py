@@ -11,6 +11,8 @@ from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.phases import COUNTERS
 from pallas_kernels.layer_products.reference import layer_products_reference
 from pallas_kernels.layer_products.tuning import (
+    LINKED,
+    MOST_LINKED,
     MOST_TOKENS,
     MULTIPLE,
     TOKENS,
@@ -22,6 +24,8 @@ from pallas_kernels.layer_products.tuning import (
 from pallas_kernels.layer_products.weights import LayerWeights, Matrix, MixtureWeights, Routing, shape_of
 
 __all__ = [
+    "LINKED",
+    "MOST_LINKED",
     "LayerWeights",
     "MixtureWeights",
     "Routing",
@@ -71,6 +75,7 @@ def layer_products(
     eps: float,
     offset: float = 0.0,
     routing: Routing | None = None,
+    links: jax.Array | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
     in_parts: bool = False,
@@ -85,6 +90,9 @@ def layer_products(
       weights: see `LayerWeights`; without heads None is given for these. With `MixtureWeights`, of one token, `routing`.
       counters: see `counters_of`.
       eps, offset: of all norms, as in `norms.rms_norm`.
+      links: i32[1 + N, 2], see `all_reduce.links_of`, within a `jax.shard_map`: the matrices are a device's share, `out`
+        and `down` of the depth and the others of the columns, and N devices add up what these give. With `interpret` what
+        the others have instead, [2, N - 1, T, E], of `out` and of `down`: the interpreter has no memory of others.
       tuning: by default `tuning_for` these shapes.
 
     Raises:
@@ -110,7 +118,7 @@ def layer_products(
             f"{len(x)} tokens, a layer of {weights.columns} columns: there is no tuning for these"
         )
     return layer_products_mosaic_gpu(
-        attended, x, weights, counters, gate=gate, eps=eps, offset=offset, tuning=tuning, routing=routing,
+        attended, x, weights, counters, links, gate=gate, eps=eps, offset=offset, tuning=tuning, routing=routing,
         interpret=interpret, in_parts=in_parts,
     )  # fmt: skip
 

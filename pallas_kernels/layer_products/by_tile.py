@@ -5,6 +5,9 @@ and its sums are scaled by the factor, made of each tile's sums of squares while
 
 A warp has a token at a time, a thread four columns of it: f32[4, 128] in registers (`LAYOUT`). The CPU interpreter has a
 plain path beside each device operation.
+
+Where each of several devices has a share of the product these CTAs add up the devices' shares, too: each with the CTA that
+has the same part of the same tile on the other devices (`all_reduce.tiles`), while other CTAs' weights go on coming.
 """
 
 import functools
@@ -21,6 +24,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
+from pallas_kernels.all_reduce import tiles
 from pallas_kernels.layer_products.device_ops import LINE
 from pallas_kernels.layer_products.phases import ROWS, Config, Phase, Share
 from pallas_kernels.layer_products.tuning import COLUMNS
@@ -29,7 +33,7 @@ from pallas_kernels.stores import put
 f32 = jnp.float32
 WARPS, LANES, VECTOR = ROWS, 32, COLUMNS // 32
 SHAPE = (ROWS, COLUMNS)
-LAYOUT = plgpu.Layout.WG_STRIDED(SHAPE, VECTOR)
+LAYOUT = tiles.LAYOUT
 SPLAT = plgpu.Layout.WG_SPLAT(())
 LINE_OF_NUMBERS = 128  # tokens, of the sums of squares of a tile
 AT_ONCE = 16  # sums of squares that are read at a time
@@ -49,17 +53,42 @@ def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, parts_
     before = [_load(own, row, *known) for row in rows]
     if how.norm:
         weights = _load(refs[how.norm].at[columns], None, *known).astype(f32) + cfg.offset
+    over_devices = _Shares(cfg, refs, phase, share) if "links" in refs else lambda added: added
     parts_are_there()
     places = [refs[phase.out].at[n, :, columns] for n in range(phase.splits)]
     parts = [[_load(place, row, *known) for place in places] for row in rows]
-    for row, residual, each in zip(rows, before, parts, strict=True):
-        added = functools.reduce(jnp.add, each).astype(dtype)
+    sums = over_devices([functools.reduce(jnp.add, each).astype(dtype) for each in parts])
+    for row, residual, added in zip(rows, before, sums, strict=True):
         now = (residual.astype(f32) + added.astype(f32)).astype(dtype)
         _store(now, total, row, *known)
         if how.normed and how.squares:
             numbers = now.astype(f32)
             _store((numbers * weights).astype(dtype), refs[how.normed].at[:, columns], row, *known)
             _store_squares(numbers * numbers, refs[how.squares].at[share.tile], row, *known)
+
+
+class _Shares:
+    """Of several devices, of a part of a tile. Made before the parts are waited for: it reads which turn comes."""
+
+    def __init__(self, cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> None:
+        self._cfg, self._links, self._share = cfg, refs["links"], share
+        self._first, self._part = share.split * cfg.tile_rows(phase), share.split * phase.tiles + share.tile
+        if not cfg.interpreted:
+            self._turn = tiles.next_turn(self._links, self._part)
+
+    def __call__(self, added: list[jax.Array]) -> list[jax.Array]:
+        """f32[4, 128] each: what all devices have added up of some tokens, of which `added` is this one's."""
+        if not self._cfg.interpreted:
+            return tiles.exchange(added, self._links, self._part, self._turn, self._first, self._cfg.tokens)
+        columns = pl.ds(pl.multiple_of(self._share.tile * COLUMNS, COLUMNS), COLUMNS)
+        return [self._plainly(each, self._first + ROWS * n, columns) for n, each in enumerate(added)]
+
+    def _plainly(self, added: jax.Array, row: Any, columns: Any) -> jax.Array:
+        """With links that are the others' shares, [N - 1, T, columns]."""
+        total = added.astype(f32)
+        for device in range(self._links.shape[0]):
+            total += _load(self._links.at[device, :, columns], row, self._cfg.tokens, True).astype(f32)
+        return total
 
 
 def forget(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.all_reduce.exchange import exchange
 from pallas_kernels.gates import gated_sums
 from pallas_kernels.layer_products import by_tile, choice, device_ops, fp8
 from pallas_kernels.layer_products.phases import Addition, Config, Phase, Share, i32
@@ -26,6 +27,8 @@ def compute(
     cfg: Config, refs: dict[str, Any], cta: Any, wg: Any, weights_s: Any, tokens_s: Any, out_s: Any, *barriers: Any
 ) -> None:  # fmt: skip
     """All phases. `barriers`: those of `mosaic_gpu.barriers`; then the interpreter's memory."""
+    barriers, others = barriers[:4], list(barriers[4:])
+    known, factors_s = (others.pop(0), others.pop(0)) if cfg.scales else (None, None)
     shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps * phase.token_loads for share, phase in zip(shares, cfg.phases, strict=True)]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
@@ -46,16 +49,16 @@ def compute(
         common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
-            product = functools.partial(fp8.product, cfg, refs, *common, *barriers[4:])
-        elif phase.scaled:
-            product = functools.partial(product, known=barriers[4].at[phase.number], factors_s=barriers[5])
+            product = functools.partial(fp8.product, cfg, refs, *common, *others)
+        if phase.scaled and known is not None:
+            product = functools.partial(product, known=known.at[phase.number], factors_s=factors_s)
 
         def work(product: Any = product, phase: Phase = phase, share: Share = share) -> None:
             product()
             if cfg.interpreted:
                 return
             if phase.by_tile:
-                _add_up_tile(cfg, refs, phase, share)
+                _add_up_tile(cfg, refs, phase, share, wg)
             elif phase.addition or phase.chooses or phase.number != cfg.last:
                 device_ops.arrive(refs["counters"].at[phase.left])
 
@@ -162,15 +165,15 @@ def _add_up_all(cfg: Config, refs: dict[str, Any], phase: Phase, how: Addition, 
         device_ops.forget(row)
 
 
-def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> None:
-    """What of a CTA's tile is its part, if it has one."""
+def _add_up_tile(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any) -> None:
+    """What of a CTA's tile is its part, if it has one, by one of its warpgroups."""
     counter = refs["counters"].at[phase.left_of(share.tile)]
     device_ops.arrive(counter)
 
-    @pl.when(share.split * cfg.tile_rows(phase) < cfg.tokens)
+    @pl.when((share.split * cfg.tile_rows(phase) < cfg.tokens) & (wg == 0))
     def _() -> None:
         def parts_are_there() -> None:
-            device_ops.wait(counter, phase.splits, cfg.adding(phase))
+            device_ops.wait(counter, cfg.warpgroups * phase.splits, cfg.adding(phase))
 
         by_tile.add_up(cfg, refs, phase, share, parts_are_there)
         _tell(cfg, refs, phase)
@@ -213,8 +216,12 @@ def open_last(refs: dict[str, Any], phase: Phase, row: Any) -> None:
 
 def _by_number(width: int) -> Any:
     """The layout of a token's numbers, some beside each other in a thread."""
-    vector = next(size for size in (4, 2, 1) if width % (WARPGROUP * size) == 0)
-    return plgpu.Layout.WG_STRIDED((width,), vector)
+    return plgpu.Layout.WG_STRIDED((width,), _beside(width))
+
+
+def _beside(width: int) -> int:
+    """Numbers of a token that a thread has beside each other."""
+    return next(size for size in (4, 2, 1) if width % (WARPGROUP * size) == 0)
 
 
 def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_there: Any) -> None:
@@ -243,9 +250,21 @@ def add_up(cfg: Config, refs: dict[str, Any], phase: Phase, row: Any, parts_are_
     parts_are_there()
     parts = [read(part) for part in _parts_of(refs, phase, row)]
     added = functools.reduce(jnp.add, parts).astype(dtype)
+    if "links" in refs:
+        added = _over_devices(cfg, added, refs["links"], row)
     if how.post:
         added = normed(added.astype(f32), of[how.post])
     total = (own.astype(f32) + added.astype(f32)).astype(dtype)
     put(out.at[row], total)
     if how.norm and how.normed:
         put(refs[how.normed].at[row], normed(total.astype(f32), of[how.norm]))
+
+
+def _over_devices(cfg: Config, added: jax.Array, links: Any, row: Any) -> jax.Array:
+    """f32[E]: what all devices have of a token; plainly with links that are the others' shares, [N - 1, T, E]."""
+    if not cfg.interpreted:
+        return exchange(added, links, row, _beside(len(added)))
+    total = added.astype(f32)
+    for device in range(links.shape[0]):
+        total += links.at[device, row][...].astype(f32)
+    return total

@@ -23,12 +23,13 @@ from pallas_kernels.layer_products.weights import scales_of
 from pallas_kernels.left_operand import store_transposed
 from pallas_kernels.stores import put
 
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 f32 = jnp.float32
 
 
 def product(
-    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, read: Steps, out_s: Any, spare: Any = None
+    cfg: Config, refs: dict[str, Any], phase: Phase, share: Share, wg: Any, read: Steps, out_s: Any, spare: Any = None,
+    known: Any = None, factors_s: Any = None,
 ) -> None:  # fmt: skip
     """As `compute` has it of floats, a warpgroup's columns of a tile for all tokens."""
     rows, pieces = cfg.slot_rows, range(phase.pieces)
@@ -68,6 +69,10 @@ def product(
         each * lax.broadcast_in_dim(factors, each.shape, [0])
         for each, factors in zip(sums, scales, strict=True)
     ]
+    if known is not None:
+        plgpu.barrier_wait(known)
+        factors = plgpu.load(factors_s.at[pl.ds(0, rows)], layout=BY_COLUMN, optimized=False)
+        results = [each * lax.broadcast_in_dim(factors, each.shape, [1]) for each in results]
     out = refs[phase.out]
     if phase.gate is None:
         place = out.at[share.split, pl.ds(0, rows), columns_of(share.tile)]

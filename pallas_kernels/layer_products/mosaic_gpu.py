@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.all_reduce.links import EVEN, MOST_COLUMNS, PARTS
 from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.by_tile import LINE_OF_NUMBERS
@@ -59,6 +60,7 @@ def layer_products_mosaic_gpu(
     x: jax.Array,
     weights: LayerWeights | MixtureWeights,
     counters: jax.Array,
+    links: jax.Array | None = None,
     *,
     gate: Gate,
     eps: float,
@@ -70,8 +72,9 @@ def layer_products_mosaic_gpu(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.layer_products.layer_products`."""
     interpreted = interpret is not None
-    phases = phases_for(x, weights, gate, tuning, routing, interpreted=interpreted)
+    phases = phases_for(x, weights, gate, tuning, routing, linked=links is not None, interpreted=interpreted)
     given = weights.operands | {"attended": attended, "x": x, "counters": counters}
+    given |= {} if links is None else {"links": links}
     made = results_of(x, phases)
     config = functools.partial(
         Config, tokens=len(x), tuning=tuning, eps=eps, offset=offset, routing=routing, interpreted=interpreted
@@ -94,9 +97,10 @@ def phases_for(
     tuning: Tuning,
     routing: Routing | None = None,
     *,
+    linked: bool = False,
     interpreted: bool = False,
 ) -> tuple[Phase, ...]:
-    """Raises ValueError for weights that `tuning` cannot cut."""
+    """Raises ValueError for weights that `tuning` cannot cut. `linked`: they are a device's share."""
     tokens, (depth, width, inner, heads) = len(x), weights.columns
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % tuning.step:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
@@ -113,6 +117,11 @@ def phases_for(
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
     if most > tuning.ctas:
         raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
+    if linked and (most > PARTS or width % EVEN or width > MOST_COLUMNS):
+        raise ValueError(
+            f"{weights.columns} columns in {most} CTAs: links between devices have places for {PARTS} CTAs, and for "
+            f"multiples of {EVEN} up to {MOST_COLUMNS} columns"
+        )
     if not interpreted and tuning.ctas > num_sms():  # they would wait for some that never run
         raise ValueError(f"{tuning}: there are {num_sms()} multiprocessors")
     return phases
@@ -247,6 +256,8 @@ def _added_up(
     cfg: Config, phase: Phase, how: Addition, known: Arrays, made: dict[str, Any], interpret: Any
 ) -> Arrays:
     given = {name: known[name] for name in (phase.out, *how.given)}
+    if "links" in known:  # what others have of this product
+        given["links"] = known["links"][int(phase.number > 0)]
     if how.by_tile:
         return _added_up_by_tile(cfg, phase, how, given, made, interpret)
 

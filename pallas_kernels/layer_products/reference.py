@@ -30,19 +30,24 @@ def layer_products_reference(
     eps: float,
     offset: float = 0.0,
     routing: Routing | None = None,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """See `layer_products`; the arrays may have any float dtype."""
+    """See `layer_products`; the arrays may have any float dtype. `axis`: of the devices that have a share each."""
     del counters
     w = weights
     norm = functools.partial(rms_norm, eps=eps, offset=offset)
-    added = times(attended, w.out)
+
+    def over_devices(added: jax.Array) -> jax.Array:
+        return added if axis is None else lax.psum(added, axis)
+
+    added = over_devices(times(attended, w.out))
     if isinstance(w, MixtureWeights):
         assert routing is not None
         x = x + added
-        x = x + _experts(norm(x, w.norm), w, gate, routing).astype(x.dtype)
+        x = x + over_devices(_experts(norm(x, w.norm), w, gate, routing)).astype(x.dtype)
     else:
         x = x + (added if w.out_post is None else norm(added, w.out_post))
-        added = times(times(norm(x, w.norm), w.gate_up, gate=gate), w.down)
+        added = over_devices(times(times(norm(x, w.norm), w.gate_up, gate=gate), w.down))
         x = x + (added if w.down_post is None else norm(added, w.down_post))
     return x, None if w.next_norm is None or w.heads is None else times(norm(x, w.next_norm), w.heads)
 

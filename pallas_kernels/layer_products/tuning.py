@@ -11,6 +11,8 @@ COLUMNS = 128  # of a tile: with fewer the memory gives shorter stretches of row
 STEP = 64  # of the depth, that a step loads; of weights in FP8 twice as many, the same bytes
 MULTIPLE = 8  # of tokens, if there are more: rows of a tile of shared memory
 MOST_TOKENS = 128
+LINKED = (2,)  # numbers of linked devices on which shares of the matrices have run, with so many tokens
+MOST_LINKED = 64
 LEAST_STEPS = 4  # of a split
 MOST_TOKEN_SLOTS = 16
 
@@ -40,8 +42,6 @@ class Tuning:
             raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
         if self.narrow_gates and (self.fp8 or self.token_slots < 4):  # of two steps of two loads
             raise ValueError(f"narrow gates are not of FP8 weights, and take 4 slots of tokens, got {self}")
-        if self.by_tile and self.fp8:
-            raise ValueError(f"products with FP8 weights have their parts added up by tokens, got {self}")
         if not 1 <= min(self.early, self.ahead) <= max(self.early, self.ahead) <= self.weight_slots:
             raise ValueError(
                 f"1 to {self.weight_slots} loads can be under way, as many as there are slots, got {self}"
@@ -57,6 +57,7 @@ class Generation:
     most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
     most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
+    most_fp8_far_ahead: int = 8  # the same with weights in FP8, which have their parts added up by tiles then
     kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
     kinds_many: tuple[str, ...] = (
         "H100",
@@ -113,14 +114,15 @@ def tuning_for(
     used = [min(gates, ctas), *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
     if not all(generation.least_ctas * ctas <= count <= ctas for count in used):
         return None
+    far_ahead = tokens <= (generation.most_fp8_far_ahead if fp8 else generation.most_far_ahead)
     return Tuning(
         ctas=ctas,
         weight_slots=10 if fp8 else 12 if tokens <= MULTIPLE else 11 if few else 8,
         token_slots=token_slots(tokens, fp8),
-        ahead=4 if tokens <= generation.most_far_ahead and not fp8 else 3,
+        ahead=4 if far_ahead else 3,
         early=2 if few else 1,
         narrow_gates=narrow,
-        by_tile=few and not fp8,
+        by_tile=far_ahead if fp8 else few,
         fp8=fp8,
     )
 

@@ -28,6 +28,7 @@ from tangram_jax import cuda_graphs
 REPLACED = {
     "xla-products": [(layer_products, "tuning_for"), (dense_products, "tuning_for")],
     "apart": [(decode_layer, "tuning_for")],
+    "products-apart": [(layer_products, "tuning_for")],
     "heads-apart": [(ragged_decode, "makes_heads")],
     "by-token": [(layer_kernel, "adds_by_tile")],
     "norms-apart": [(dense_products.Tuning, "leaves_squares")],

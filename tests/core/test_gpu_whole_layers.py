@@ -1,6 +1,7 @@
 """On a Hopper GPU: steps whose layers are one kernel each, or whose attention makes the heads, against other ways."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,32 +16,45 @@ from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
 from models.products import has_layer_kernel
 from pallas_kernels import decode_layer, layer_products
+from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
 
 pytestmark = pytest.mark.gpu
 ROWS, TOKENS, STEPS = 5, 300, 3
 
 
-def steps(config, params, slots=6, options=None):
+def steps(config, params, slots=6, options=None, devices=1):
     """(Logits of decode steps of some requests after prompts, the cache). slots: decode slots, with the empty ones."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 0.5)
     plan = tj.CachePlan.build(profile, 4, 64, sliding=tj.SlidingLayers.of(config, max_tail=64))
-    cache = tj.init_cache(
-        plan, config, num_pages=600, max_requests=ROWS, max_tokens=512, max_tail=64, dtype=jnp.bfloat16
-    )
-    chunk = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
-    step = jax.jit(tj.decode_step, static_argnums=(1, 2), compiler_options=options)
+    sizes = {"num_pages": 600, "max_requests": ROWS, "max_tokens": 512, "max_tail": 64, "dtype": jnp.bfloat16}
+    if devices > 1:
+        parallel = TensorParallel.of(config, plan, devices)
+        params, cache, run = parallel.place(params), parallel.init_cache(**sizes), parallel.step
+        assert "links" in params
+        options = compiler_options(devices, linked=True)
+    else:
+        cache, run = tj.init_cache(plan, config, **sizes), partial(one_gpu, config, plan)
+    step = jax.jit(run, static_argnums=1, compiler_options=options)
+    scorer, rows, logits = tj.get_scorer("snapkv"), np.full(slots, ROWS, np.int32), []
+    rows[:6] = 2, 0, ROWS, 3, ROWS - 1, 1
+    if devices > 1:
+        chunk = tj.Chunk(np.int32(ROWS), np.zeros(TOKENS, np.int32), np.int32(1))
+        for nothing in (chunk, None), (None, tj.Decode(np.full_like(rows, ROWS), rows)):
+            jax.block_until_ready(step(parallel.in_passing(params), scorer, cache, *nothing))
     for row in range(ROWS - 1):  # the last one is without pages
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(TOKENS), np.int32(8))
-        given = {"row": np.int32(row), "count": np.int32(TOKENS - 60 * row)}
         tokens = (np.arange(TOKENS, dtype=np.int32) * (row + 3)) % config.vocab_size
-        _, cache = chunk(params, config, plan, cache, scorer=tj.get_scorer("snapkv"), tokens=tokens, **given)
-    rows, logits = np.full(slots, ROWS, np.int32), []
-    rows[:6] = 2, 0, ROWS, 3, ROWS - 1, 1
+        chunk = tj.Chunk(np.int32(row), tokens, np.int32(TOKENS - 60 * row))
+        _, cache = step(params, scorer, cache, chunk, None)
     for n in range(STEPS):
-        out, cache = step(params, config, plan, cache, rows=rows, tokens=rows * 7 + n)
+        out, cache = step(params, scorer, cache, None, tj.Decode(rows, rows * 7 + n))
         logits.append(out[np.array([0, 1, 3, 5])])
     return jnp.stack(logits), cache
+
+
+def one_gpu(config, plan, params, scorer, cache, chunk, decode):
+    return tj.step(params, config, plan, scorer, cache, chunk, decode)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +137,32 @@ def test_kernels_side_by_side_change_nothing(shape, changes, slots):
     one, other = (steps(config, params, slots, each) for each in options)
     for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "changes"),
+    [
+        ("llama-3.1-8b", 6, {}),
+        ("llama-3.1-8b", 32, {"qk_norm": True, "qkv_bias": True}),
+        ("llama-3.1-8b", 6, {"weights_fp8": True}),
+        ("gemma-3-12b", 6, {"sliding_layers": (0, 2)}),
+    ],
+    ids=str,
+)
+def test_steps_of_shares(shape, slots, changes):
+    """Over two GPUs, each with a share of every layer: as kernels that add up what both give, and by themselves.
+
+    `test_gpu_parallel` has these against one GPU.
+    """
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
+    params = weights_of(config)  # copied: some of what is placed is used up
+    copied = jax.tree.map(jnp.copy, params)
+    got = steps(config.replace(name=f"{config.name}, shares, {slots}"), copied, slots, devices=2)
+    with without(layer_products):
+        apart = steps(config.replace(name=f"{config.name}, apart, {slots}"), params, slots, devices=2)
+    check_same(got, apart)
 
 
 def test_steps_in_fp8():

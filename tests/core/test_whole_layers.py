@@ -31,7 +31,7 @@ def whole(monkeypatch):
     )
     calls = []
 
-    def products(attended, x, weights, counters, *, tuning, in_parts, **how):
+    def products(attended, x, weights, counters, *, links, tuning, in_parts, **how):
         return layer_products_reference(attended, x, weights, **how)
 
     def to_the_end(self, layer, heads, made, sinks, end):

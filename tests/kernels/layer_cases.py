@@ -29,10 +29,11 @@ class Case:
     dtype: str = "bfloat16"
     post_norms: bool = False
     fp8: bool = False
+    seed: int = 0
 
     def arrays(self, zeros: bool = False) -> tuple[jax.Array, jax.Array, lp.LayerWeights]:
         """Attention's result, the residual stream and weights."""
-        rng = np.random.default_rng(self.tokens)
+        rng = np.random.default_rng(self.tokens + 1000 * self.seed)
 
         def draw(*shape: int, scale: float = 1.0) -> jax.Array:
             if zeros:

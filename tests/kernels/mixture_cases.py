@@ -25,6 +25,7 @@ class Case:
     offset: float = 0.0
     dtype: str = "bfloat16"
     tokens: int = 1
+    seed: int = 0
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
@@ -33,7 +34,7 @@ class Case:
 
     def arrays(self) -> tuple[jax.Array, jax.Array, lp.MixtureWeights]:
         """Attention's result, the residual stream and weights."""
-        keys = iter(jax.random.split(jax.random.key(self.width), 9))
+        keys = iter(jax.random.split(jax.random.key(self.width + self.seed), 9))
 
         def draw(*shape: int, scale: float = 1.0) -> jax.Array:
             return (jax.random.normal(next(keys), shape) * scale).astype(self.dtype)

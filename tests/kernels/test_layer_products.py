@@ -47,6 +47,7 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
         ),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
+        (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True, by_tile=True)),
         (Case(5, 256, 512, 1152, 384), MORE),
         (Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True)),
         pytest.param(
@@ -55,7 +56,7 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
     ],
     ids=[
         "uneven splits, gates of 64 columns, heads", "by tiles", "no heads, by tiles",
-        "two warpgroups, post norms", "FP8", "more gates than CTAs", "the same, by tiles",
+        "two warpgroups, post norms", "FP8", "FP8, by tiles", "more gates than CTAs", "the same, by tiles",
         "more, FP8",
     ],
 )  # fmt: skip
@@ -132,8 +133,6 @@ def test_tunings_that_would_wait_for_ever_are_refused():
             ValueError, match="narrow gates are not of FP8 weights, and take 4 slots of tokens"
         ):
             dataclasses.replace(NARROW, **wrong)
-    with pytest.raises(ValueError, match="FP8 weights have their parts added up by tokens"):
-        dataclasses.replace(FEW, by_tile=True, fp8=True)
     attended, x, weights = Case(8, 256, 128, 256).arrays()
     with as_on_hopper(), pytest.raises(ValueError, match="there are 132 multiprocessors"):
         too_many = dataclasses.replace(FEW, ctas=133)
@@ -223,7 +222,8 @@ def test_models_that_have_it(small_weights, monkeypatch, changes, tokens):
         expected = logits(params)
     given = []
 
-    def instead(attended, x, weights, counters, *, tuning, in_parts, **how):
+    def instead(attended, x, weights, counters, *, links, tuning, in_parts, **how):
+        assert links is None
         given.append(weights.heads is not None)
         return lp.layer_products_reference(attended, x, weights, **how)
 

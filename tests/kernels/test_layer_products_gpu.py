@@ -70,6 +70,7 @@ def test_more_gates_than_multiprocessors(columns, tokens):
     check_layer(Case(tokens, *columns), FEW if tokens <= 64 else MANY, repeats=10)
 
 
+@pytest.mark.parametrize("by_tile", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 64])
 @pytest.mark.parametrize(
     "case",
@@ -82,8 +83,9 @@ def test_more_gates_than_multiprocessors(columns, tokens):
     ],
     ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Qwen2.5-7B"],
 )
-def test_layers_in_fp8(case, tokens):
-    check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), FP8, repeats=10)
+def test_layers_in_fp8(case, tokens, by_tile):
+    tuning = dataclasses.replace(FP8, by_tile=by_tile)
+    check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), tuning, repeats=10)
 
 
 @pytest.mark.parametrize(
