@@ -180,7 +180,7 @@ def layer_tuning(
     if not config.num_experts:
         tuning = layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
         if tuning and shared and tuning.fp8:  # by tiles these have not run
-            return dataclasses.replace(tuning, by_tile=False)
+            return dataclasses.replace(tuning, by_tile=False, ahead=layer_products.Tuning.ahead)
         return tuning
     other = config.experts_mxfp4 or config.weights_fp8 or config.expert_bias or config.swiglu_limit
     if other or config.dense_layers or config.post_norms:

@@ -226,7 +226,7 @@ def forward(
       ValueError: on tokens beyond the vocabulary, where it is not traced.
     """
     check_tokens(config, tokens, there)
-    links = params["links"][0] if "links" in params else None
+    links = params["links"][0] if "links" in params and config.tensor_axis is not None else None
     with jax.named_scope("embed"):
         x = _embed(params["embed"], tokens, config, links)
         if config.embed_scale != 1.0:

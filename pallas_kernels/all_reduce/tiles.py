@@ -1,8 +1,9 @@
 """Parts of tiles of every device to every device, within a kernel whose CTAs have other work before and after.
 
-The protocol of `exchange`, with turns for each part, which a CTA has: the same on all devices. Tokens come in pieces of
-four, a warp each, of 128 columns, four for each thread: 16 bytes of a mailbox, with two turns' numbers. What this device has
-itself it need not send.
+The protocol of `exchange`, with turns for each part, which one CTA has at a time: another may have it next, once it knows
+(by a barrier over the grid, or as kernels follow each other) that the one before has ended its turn. Tokens come in pieces
+of four, a warp each, of 128 columns, four for each thread: 16 bytes of a mailbox, with two turns' numbers. What this device
+has itself it need not send.
 
 `inline_mgpu`, so not for the interpreter.
 """

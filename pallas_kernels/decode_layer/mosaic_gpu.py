@@ -83,7 +83,7 @@ def decode_layer_mosaic_gpu(
         products_tuning = dataclasses.replace(products_tuning, weight_slots=slots)
     multiply = ProductsConfig(
         tokens=len(x), tuning=products_tuning, eps=eps, offset=offset, interpreted=False, attends=True,
-        phases=products.phases_for(x, weights, gate, products_tuning, linked=links is not None),
+        phases=products.phases_for(x, weights, gate, products_tuning, links=links),
     )  # fmt: skip
     of_attention = operands_of(heads, pool, plan, sinks, attend)
     results = attention_results(attend, shape[0], x.dtype)

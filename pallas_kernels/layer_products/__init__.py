@@ -91,8 +91,9 @@ def layer_products(
       counters: see `counters_of`.
       eps, offset: of all norms, as in `norms.rms_norm`.
       links: i32[1 + N, 2], see `all_reduce.links_of`, within a `jax.shard_map`: the matrices are a device's share, `out`
-        and `down` of the depth and the others of the columns, and N devices add up what these give. With `interpret` what
-        the others have instead, [2, N - 1, T, E], of `out` and of `down`: the interpreter has no memory of others.
+        and `down` of the depth and the others of the columns, and N devices add up what these give: a call is two of
+        `all_reduce.all_reduce`, with its rules. With `interpret` what the others have instead, [2, N - 1, T, E], of `out`
+        and of `down`: the interpreter has no memory of others.
       tuning: by default `tuning_for` these shapes.
 
     Raises:

@@ -96,9 +96,7 @@ def forget(cfg: Config, refs: dict[str, Any], phase: Phase, share: Share) -> Non
     assert phase.addition is not None
     columns = pl.ds(pl.multiple_of(share.tile * COLUMNS, COLUMNS), COLUMNS)
     parts = [refs[phase.out].at[n, :, columns] for n in range(phase.splits)]
-    spent = [
-        refs[name].at[:, columns] for name in phase.addition.spent if refs[name].shape[1] == phase.columns
-    ]
+    spent = [refs[name].at[:, columns] for name in phase.addition.spent]
     rows = cfg.tile_rows(phase)
     for place in parts + spent:
         _forget(place, share.split * rows, rows, cfg.tokens)

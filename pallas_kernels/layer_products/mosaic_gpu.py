@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.all_reduce.links import EVEN, MOST_COLUMNS, PARTS
+from pallas_kernels.all_reduce.links import EVEN, MOST_COLUMNS, PARTS, most_rows
 from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.by_tile import LINE_OF_NUMBERS
@@ -72,7 +72,7 @@ def layer_products_mosaic_gpu(
 ) -> tuple[jax.Array, jax.Array | None]:
     """See `pallas_kernels.layer_products.layer_products`."""
     interpreted = interpret is not None
-    phases = phases_for(x, weights, gate, tuning, routing, linked=links is not None, interpreted=interpreted)
+    phases = phases_for(x, weights, gate, tuning, routing, links, interpreted=interpreted)
     given = weights.operands | {"attended": attended, "x": x, "counters": counters}
     given |= {} if links is None else {"links": links}
     made = results_of(x, phases)
@@ -96,11 +96,11 @@ def phases_for(
     gate: Gate,
     tuning: Tuning,
     routing: Routing | None = None,
+    links: jax.Array | None = None,
     *,
-    linked: bool = False,
     interpreted: bool = False,
 ) -> tuple[Phase, ...]:
-    """Raises ValueError for weights that `tuning` cannot cut. `linked`: they are a device's share."""
+    """Raises ValueError for weights that `tuning` cannot cut, and for what `links` have no place for."""
     tokens, (depth, width, inner, heads) = len(x), weights.columns
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or depth % tuning.step:
         raise ValueError(f"{weights.columns} columns cannot be cut into tiles of {COLUMNS}")
@@ -117,11 +117,13 @@ def phases_for(
     most = max([phase.ctas for phase in phases] + [tokens] * (not interpreted))
     if most > tuning.ctas:
         raise ValueError(f"{weights.columns} columns for {tokens} tokens need {most} CTAs: {tuning}")
-    if linked and (most > PARTS or width % EVEN or width > MOST_COLUMNS):
-        raise ValueError(
-            f"{weights.columns} columns in {most} CTAs: links between devices have places for {PARTS} CTAs, and for "
-            f"multiples of {EVEN} up to {MOST_COLUMNS} columns"
-        )
+    if links is not None and not interpreted:
+        rows = most_rows(links.shape[0] - 1)
+        if most > PARTS or tokens > rows or width % EVEN or width > MOST_COLUMNS:
+            raise ValueError(
+                f"{weights.columns} columns of {tokens} tokens in {most} CTAs: links between devices have places for "
+                f"multiples of {EVEN} up to {MOST_COLUMNS} columns, {rows} tokens and {PARTS} CTAs"
+            )
     if not interpreted and tuning.ctas > num_sms():  # they would wait for some that never run
         raise ValueError(f"{tuning}: there are {num_sms()} multiprocessors")
     return phases

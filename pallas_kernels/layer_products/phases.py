@@ -263,7 +263,9 @@ def added_by_tile(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     for phase in phases:
         phase = dataclasses.replace(phase, scaled=squares.get(phase.source))
         if how := phase.addition:
-            how = dataclasses.replace(how, by_tile=True)
+            # Other tiles' CTAs may still read what went through the gates: the heads' are the ones that forget it.
+            spent = tuple(name for name in how.spent if name != phase.source)
+            how = dataclasses.replace(how, by_tile=True, spent=spent)
             if normed := how.normed:
                 squares[normed] = f"{normed}_squares", phase.tiles
                 how = dataclasses.replace(how, squares=squares[normed][0])

@@ -14,7 +14,8 @@ from benchmarks.decode_ways import WAYS, on_any_gpu, without
 from benchmarks.shapes import SHAPES
 from models.fp8_weights import quantised
 from models.params import map_specs, param_specs
-from models.products import has_layer_kernel
+from models.products import has_layer_kernel, layer_tuning
+from models.sharding import share
 from pallas_kernels import decode_layer, layer_products
 from tangram_jax.sharding import TensorParallel
 from tangram_jax.step import compiler_options
@@ -144,7 +145,7 @@ def test_kernels_side_by_side_change_nothing(shape, changes, slots):
     [
         ("llama-3.1-8b", 6, {}),
         ("llama-3.1-8b", 32, {"qk_norm": True, "qkv_bias": True}),
-        ("llama-3.1-8b", 6, {"weights_fp8": True}),
+        ("llama-3.1-70b", 6, {"weights_fp8": True}),
         ("gemma-3-12b", 6, {"sliding_layers": (0, 2)}),
     ],
     ids=str,
@@ -157,6 +158,7 @@ def test_steps_of_shares(shape, slots, changes):
     if jax.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     config = SHAPES[shape].replace(num_layers=3, vocab_size=1024, **changes)
+    assert layer_tuning(max(slots, 8), share(config, 2), jnp.zeros((3, 2)))
     params = weights_of(config)  # copied: some of what is placed is used up
     copied = jax.tree.map(jnp.copy, params)
     got = steps(config.replace(name=f"{config.name}, shares, {slots}"), copied, slots, devices=2)

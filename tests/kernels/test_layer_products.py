@@ -16,7 +16,7 @@ from models.testing import random_params, tiny_config
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import tuning as kernel_tuning
-from pallas_kernels.layer_products.phases import Share, phases_of, spread
+from pallas_kernels.layer_products.phases import Share, added_by_tile, phases_of, spread
 from pallas_kernels.layer_products.tuning import TUNING
 from tests.kernels.layer_cases import Case, check_layer, columns_of, count_kernels
 
@@ -86,6 +86,12 @@ def test_every_step_is_one_ctas(name):
         int(p.tile_of_weights(t, piece)) for p in gates for t in range(p.tiles) for piece in range(p.pieces)
     ]
     assert sorted(read) == list(range(2 * COLUMNS[name][2] // gates[0].wide))
+
+
+def test_nothing_is_forgotten_that_other_tiles_read():
+    """Of what a product's parts are made of, when they are added up by tiles: as many gates as columns let it pass."""
+    for phase in added_by_tile(phases_of(512, 1024, 1024, 512, "silu", False, FEW)):
+        assert phase.addition is None or phase.source not in phase.addition.spent
 
 
 @pytest.mark.parametrize("working", [0, 1, 76, 96, 112, 128, 131, 132])

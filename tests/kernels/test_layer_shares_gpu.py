@@ -30,27 +30,30 @@ def half(name: str) -> tuple[int, ...]:
     return attended // 2, width, inner // 2, heads // 2
 
 
-def tuning_of(case) -> lp.Tuning:
+def tuning_of(case, by_tile: bool) -> lp.Tuning:
     fp8 = getattr(case, "fp8", False)
     slots = {"weight_slots": 10 if fp8 else 11, "token_slots": token_slots(case.tokens, fp8)}
-    return lp.Tuning(ctas=num_sms(), **slots, fp8=fp8, by_tile=True, narrow_gates=not fp8)
+    return lp.Tuning(ctas=num_sms(), **slots, fp8=fp8, by_tile=by_tile, narrow_gates=not fp8)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 64])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "by_tile"),
     [
-        Case(0, *half("llama-3.1-8b")),
-        Case(0, *half("llama-3.1-8b")[:3], dtype="float16"),
-        Case(0, *half("gemma-3-12b"), gate="gelu", offset=1.0, post_norms=True),
-        Case(0, *half("llama-3.1-70b")),
-        Case(0, *half("llama-3.1-70b"), fp8=True),
-        mixture_cases.Case(2048, 2048, 384, 8, heads=2560),
+        (Case(0, *half("llama-3.1-8b")), True),
+        (Case(0, *half("llama-3.1-8b")[:3], dtype="float16"), False),
+        (Case(0, *half("gemma-3-12b"), gate="gelu", offset=1.0, post_norms=True), False),
+        (Case(0, *half("llama-3.1-70b")), True),
+        (Case(0, *half("llama-3.1-70b"), fp8=True), False),
+        (Case(0, *half("llama-3.1-70b"), fp8=True), True),
+        (mixture_cases.Case(2048, 2048, 384, 8, heads=2560), True),
+        (Case(0, 2048, 4096, 4096, 3072), True),
     ],
-    ids=["Llama-3.1-8B", "its last, float16", "Gemma-3-12B", "Llama-3.1-70B", "in FP8", "Qwen3-30B-A3B"],
-)
-def test_shares_of_models(case, tokens, devices):
+    ids=["Llama-3.1-8B", "its last, float16", "Gemma-3-12B", "Llama-3.1-70B", "in FP8, by tokens", "in FP8", "Qwen3-30B-A3B",
+         "as many gates as columns"],
+)  # fmt: skip
+def test_shares_of_models(case, by_tile, tokens, devices):
     """Ten layers one after another, whose sums the devices wait for, and as often."""
     if jax.device_count() < devices:
         pytest.skip(f"needs {devices} GPUs")
@@ -60,7 +63,7 @@ def test_shares_of_models(case, tokens, devices):
     mesh = tensor_mesh(devices)
     links = all_reduce.links_of(tuple(mesh.devices.flat))
     attended, x, weights = shares_of(case, devices)
-    run = partial(lp.layer_products, **options(case), tuning=tuning_of(case))
+    run = partial(lp.layer_products, **options(case), tuning=tuning_of(case, by_tile))
 
     @jax.jit
     @partial(
