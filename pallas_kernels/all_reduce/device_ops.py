@@ -1,12 +1,13 @@
 """Words in the mailboxes of devices, read and written past the caches that others do not see. For `inline_mgpu`."""
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import row_loads as ops
 
@@ -57,6 +58,21 @@ def load(at: Any, words: int) -> tuple[Any, ...]:
         result_types=[i32()] * words,
         has_side_effects=True,
     )
+
+
+def receive(
+    places: Sequence[tuple[Any, int]], late: Callable[[list[tuple[Any, ...]]], Any]
+) -> list[tuple[Any, ...]]:
+    """Records, of so many i32s at each place, as they are when of all of them `late` is an i32 of 0."""
+    loop = scf.WhileOp([i32()] * sum(size for _, size in places), [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        records = [load(place, size) for place, size in places]
+        again = arith.cmpi(arith.CmpIPredicate.ne, late(records), constant(0))
+        scf.condition(again, [x for record in records for x in record])
+    with ir.InsertionPoint(loop.after.blocks.append(*(x.type for x in loop.results))):
+        scf.yield_([])
+    results = iter(loop.results)
+    return [tuple(itertools.islice(results, size)) for _, size in places]
 
 
 def store(at: Any, words: Sequence[Any], there: Any = None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce import device_ops as mail
@@ -92,15 +92,13 @@ class _Post:
             for sender in senders
             for number, size in enumerate(sizes)
         ]
-        loop = scf.WhileOp([mail.i32()] * sum(size for _, size in places), [])
-        with ir.InsertionPoint(loop.before.blocks.append()):
-            loaded = [x for place, size in places for x in mail.load(place, size)]
-            others = [arith.xori(turn, self._turn) for turn in loaded[1::2]]
-            late = arith.andi(functools.reduce(arith.ori, others), self._waits)
-            scf.condition(arith.cmpi(arith.CmpIPredicate.ne, late, mail.constant(0)), loaded)
-        with ir.InsertionPoint(loop.after.blocks.append(*(x.type for x in loop.results))):
-            scf.yield_([])
-        received = list(itertools.batched(list(loop.results)[::2], words))
+
+        def late(records: list[tuple[Any, ...]]) -> Any:
+            others = [arith.xori(turn, self._turn) for record in records for turn in record[1::2]]
+            return arith.andi(functools.reduce(arith.ori, others), self._waits)
+
+        loaded = [x for record in mail.receive(places, late) for x in record]
+        received = list(itertools.batched(loaded[::2], words))
         return [[list(x) for x in of_sender] for of_sender in itertools.batched(received, vectors)]
 
     def end_turn(self) -> None:

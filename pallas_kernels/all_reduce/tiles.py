@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import row_loads as ops
 from pallas_kernels.all_reduce import device_ops as mail
@@ -120,24 +120,19 @@ class _Post:
         awaited = list(itertools.product(pieces, range(self._devices)))
         places, masks = [], []
         for (number, _), sender in awaited:
-            places.append(self._at(self._own, ops.constant(sender), number))
+            places.append((self._at(self._own, ops.constant(sender), number), size))
             there = arith.andi(self._is_there(number), self._is_other(sender))
             masks.append(arith.select(there, self._waits, mail.constant(0)))
-        loop = scf.WhileOp([mail.i32()] * (size * len(places)), [])
-        with ir.InsertionPoint(loop.before.blocks.append()):
-            records = [mail.load(place, size) for place in places]
-            late = [
+
+        def late(records: list[tuple[Any, ...]]) -> Any:
+            others = [
                 arith.andi(arith.xori(turn, self._turn), mask)
                 for record, mask in zip(records, masks, strict=True)
                 for turn in record[1::2]
             ]
-            some_late = arith.cmpi(
-                arith.CmpIPredicate.ne, functools.reduce(arith.ori, late), mail.constant(0)
-            )
-            scf.condition(some_late, [x for record in records for x in record])
-        with ir.InsertionPoint(loop.after.blocks.append(*(x.type for x in loop.results))):
-            scf.yield_([])
-        received = [record[::2] for record in itertools.batched(loop.results, size)]
+            return functools.reduce(arith.ori, others)
+
+        received = [record[::2] for record in mail.receive(places, late)]
         words = [
             [
                 arith.select(self._is_other(sender), theirs, mine)

@@ -120,7 +120,7 @@ def test_what_links_have_no_place_for():
     links = jnp.zeros((3, 2), jnp.int32)
     with (
         as_on_hopper(),
-        pytest.raises(ValueError, match="multiples of 256 up to 8192 columns, 256 tokens, 132 CTAs"),
+        pytest.raises(ValueError, match="multiples of 256 up to 8192 columns, 256 tokens and 132 CTAs"),
     ):
         lp.layer_products(
             attended, x, weights, lp.counters_of(jnp.arange(3)), eps=1e-5, links=links, tuning=TILES
