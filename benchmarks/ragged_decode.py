@@ -4,6 +4,7 @@
   python -m benchmarks.ragged_decode --grid          five models, retention 1.0 to 0.25, 1K to 128K, 1 to 128 requests
   python -m benchmarks.ragged_decode --all           every one of these combinations: half an hour
   python -m benchmarks.ragged_decode --divisions     four ways to divide the work, also between requests of different lengths
+  python -m benchmarks.ragged_decode --skew          five models' ragged budgets against equal ones of the same bytes
   python -m benchmarks.ragged_decode --empty         slots that hold nothing beside one request
   python -m benchmarks.ragged_decode --plan          the plan of a step of 32 layers
   python -m benchmarks.ragged_decode --bytes         pages of bytes against the same entries in bfloat16
@@ -27,7 +28,15 @@ from benchmarks import ragged_divisions
 from benchmarks.gpu_timing import read_roof
 from benchmarks.measured import add_options, measure_rows, of_model
 from benchmarks.ragged_inputs import Inputs, Pools, kernel_us, make_inputs
-from benchmarks.ragged_rows import DEFAULT_ROWS, DIVISION_ROWS, EMPTY_ROWS, GRID_ROWS, Row, all_rows
+from benchmarks.ragged_rows import (
+    DEFAULT_ROWS,
+    DIVISION_ROWS,
+    EMPTY_ROWS,
+    GRID_ROWS,
+    SKEW_ROWS,
+    Row,
+    all_rows,
+)
 
 
 def of_roof(x: Inputs, roof: float) -> dict[str, float]:
@@ -62,6 +71,13 @@ def measure_empty(row: Row, pools: Pools, roof: float) -> dict[str, Any]:
     return result | {"without empty slots": alone, "times as long": result["us"] / alone}
 
 
+def measure_skew(row: Row, pools: Pools, roof: float) -> dict[str, Any]:
+    """Beside the same requests whose heads are all alike."""
+    equal = kernel_us(make_inputs(dataclasses.replace(row, skew="equal"), pools))[0]
+    result = of_roof(make_inputs(row, pools), roof)
+    return result | {"equal us": equal, "times equal": result["us"] / equal}
+
+
 def measure_bytes(row: Row, pools: tuple[Pools, Pools], roof: float) -> dict[str, Any]:
     """`pools` of bytes, and of bfloat16."""
     result: dict[str, Any] = of_roof(make_inputs(row, pools[0]), roof)
@@ -82,12 +98,12 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group()
-    for name in ("grid", "all", "divisions", "empty", "plan"):
+    for name in ("grid", "all", "divisions", "skew", "empty", "plan"):
         which.add_argument("--" + name, action="store_true")
     parser.add_argument("--bytes", action="store_true", help="pages of bytes; with --grid and --all too")
     add_options(parser)
     options = parser.parse_args(argv)
-    if options.bytes and (options.divisions or options.empty or options.plan):
+    if options.bytes and (options.divisions or options.skew or options.empty or options.plan):
         parser.error("--bytes goes with the default rows, --grid and --all")
     if options.plan:
         show_plans()
@@ -96,17 +112,22 @@ def main(argv: list[str] | None = None) -> None:
         all_rows() if options.all
         else GRID_ROWS if options.grid
         else DIVISION_ROWS if options.divisions
+        else SKEW_ROWS if options.skew
         else EMPTY_ROWS if options.empty
         else DEFAULT_ROWS
     )  # fmt: skip
     chosen = of_model(rows, options.model)
     roof = 0.0 if options.list else read_roof()
     print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
-    pools: Any = Pools(chosen, packed=options.bytes)
+    twins = [
+        dataclasses.replace(row, skew="equal") for row in chosen if options.skew
+    ]  # of a page or two more
+    pools: Any = Pools([*chosen, *twins], packed=options.bytes)
     if options.bytes:
         pools = pools, Pools(chosen)
     each: Any = (
         measure_divisions if options.divisions
+        else measure_skew if options.skew
         else measure_empty if options.empty
         else measure_bytes if options.bytes
         else measure

@@ -103,6 +103,10 @@ DEFAULT_ROWS = [
     *_rows("GPT-OSS-20B", ((1, 8192),), (1.0,)),
 ]
 
+SKEW_ROWS = [
+    row for model in MODELS for row in _rows(model, ((1, 8192), (16, 8192), (64, 8192), (64, 32768)), (0.25,))
+]
+
 # Requests and contexts that a model has in the grid beside those of all: each number of requests is a program to compile.
 GRID_SIZES = {
     "Llama-3.1-8B": ((1, 131_072), (4, 102_400), (128, 1024)),

@@ -71,14 +71,18 @@ def test_divisions(monkeypatch, tmp_path):
     assert ratios["host plan"] == pytest.approx(1 + host / 10, rel=1e-3)
 
 
-def test_empty_slots_and_bytes(monkeypatch, tmp_path):
+def test_empty_slots_skew_and_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(
         ragged_decode, "EMPTY_ROWS", [Row("Llama-3.1-8B", 1, 2048, 0.25, "ragged", slots=4, new=True)]
     )
+    monkeypatch.setattr(ragged_decode, "SKEW_ROWS", [Row("Llama-3.1-8B", 2, 2048, 0.25, "ragged")])
     monkeypatch.setattr(ragged_decode, "DEFAULT_ROWS", SMALL[:1])
     with as_measured():
         (line,) = run(ragged_decode.main, tmp_path, "--empty")
         assert line["times as long"] == line["without empty slots"][:1] + ".0" == "1.0"
+        (tmp_path / "rows.csv").unlink()
+        (line,) = run(ragged_decode.main, tmp_path, "--skew")
+        assert line["skew"] == "ragged" and line["times equal"] == line["equal us"][:1] + ".0" == "1.0"
         (tmp_path / "rows.csv").unlink()
         (line,) = run(ragged_decode.main, tmp_path, "--bytes")
     assert float(line["MB"]) == pytest.approx(2 * 2048 * 8 * 0.25 * 2 * 65 / 1e6, rel=0.01)

@@ -20,6 +20,7 @@ ROWS = {
     "grid": ragged_rows.GRID_ROWS,
     "all": ragged_rows.all_rows(),
     "divisions": ragged_rows.DIVISION_ROWS,
+    "skew": ragged_rows.SKEW_ROWS,
     "empty": ragged_rows.EMPTY_ROWS,
 }
 
