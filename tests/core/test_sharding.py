@@ -221,15 +221,9 @@ def check_real_weights_in_fp8() -> None:
     np.testing.assert_allclose(run(dealt.params, dealt.config, plan, 3), want, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        "check_linked",  # with biases; `test_engine_parallel` links nothing
-        "check_the_pool_stays",
-    ],
-)
-def test_on_simulated_devices(function):
-    on_simulated_devices(__file__, function)
+def test_on_simulated_devices():
+    """`test_linked_layers` has linked ones, with biases of heads; `test_engine_parallel` others."""
+    on_simulated_devices(__file__, "check_the_pool_stays")
 
 
 @pytest.mark.slow
@@ -240,6 +234,7 @@ def test_on_simulated_devices(function):
         "check_fp8",
         "check_gpt_oss",
         "check_gpt_oss_linked",
+        "check_linked",
         "check_packed_experts",
         "check_ragged",
         "check_ragged_on_four",

@@ -70,7 +70,9 @@ def test_steps_with_anything_else_have_none(whole):
 @pytest.mark.parametrize(
     ("most_narrow", "changes"),
     [
-        (4, {}),
+        pytest.param(
+            4, {}, marks=pytest.mark.slow
+        ),  # `test_linked_layers` has one without windows by default
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(3, {"num_heads": 32, "num_kv_heads": 1}, marks=pytest.mark.slow),
     ],

@@ -129,6 +129,7 @@ def refused(address: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_where_none_can_be_started_the_others_go_on() -> None:
     changes = """
 import serve.processes
@@ -176,6 +177,7 @@ def test_one_that_ends_as_soon_as_it_begins_is_replaced_where_another_is_about_t
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_replacement_that_reads_nothing_holds_up_nobody() -> None:
     changes = REPLACED_AT_ONCE + "model.tokenizer.padding = 'x' * 2**22  # more than a socket takes at once\n"
     flags = "--api-server-count", "2", "--shutdown-timeout", "0"
