@@ -62,6 +62,8 @@ def test_shares_of_models(case, by_tile, tokens, devices):
     case = dataclasses.replace(case, tokens=tokens)
     mesh = tensor_mesh(devices)
     links = all_reduce.links_of(tuple(mesh.devices.flat))
+    if links is None:
+        pytest.skip("these GPUs do not reach each other's memory")
     attended, x, weights = shares_of(case, devices)
     run = partial(lp.layer_products, **options(case), tuning=tuning_of(case, by_tile))
 
