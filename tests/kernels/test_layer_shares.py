@@ -53,7 +53,7 @@ def test_the_reference_adds_up_shares():
     ],
     ids=["by tiles", "by tokens, post norms"],
 )
-def test_kernel_in_the_interpreter(case, tuning):
+def test_kernel_in_the_interpreter(case, tuning, raced):
     """One device's share, given what the other two have."""
     attended, x, weights = shares_of(case, 3)
 
@@ -86,6 +86,7 @@ def test_kernel_in_the_interpreter(case, tuning):
     assert relative_error(out, want) < 2.0**-6
     if case.heads:
         assert relative_error(heads, of_devices[0]) < 2.0**-6
+    assert raced() == [False] * (6 if case.heads else 5)  # products, and the sums of two of them
 
 
 @pytest.mark.parametrize(
