@@ -12,14 +12,13 @@ import pytest
 import tangram_jax as tj
 from benchmarks.gpu_program import as_on_hopper
 from models.params import abstract_params
-from models.sharding import tensor_mesh
 from models.testing import random_params, tiny_config
-from pallas_kernels import all_reduce, decode_layer
+from pallas_kernels import decode_layer
 from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products.tuning import TUNING
 from tangram_jax.attention import DecodeAttention
 from tangram_jax.sharding import TensorParallel
-from tests.core.test_sharding import SIZES, abstract_mesh, ragged_plan, run
+from tests.core.test_sharding import SIZES, abstract_mesh, linked_by_xla, ragged_plan, run
 from tests.simulated import on_simulated_devices
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
@@ -45,13 +44,6 @@ def check_as_on_one(*, whole: bool) -> None:
         x, product = reference(attended, end.x, end.weights, end.links, end.how)
         return x, product[None].astype(jnp.float32), qkv[:, :, -2:]
 
-    def links_of(devices):
-        place = jax.sharding.NamedSharding(tensor_mesh(len(devices)), jax.sharding.PartitionSpec("tensor"))
-        return jax.device_put(np.zeros((len(devices), 1 + len(devices), 2), np.int32), place)
-
-    def summed(share, links):
-        return jax.lax.psum(share, "tensor")
-
     config = tiny_config(num_layers=2, qkv_bias=True, **SHAPE)
     params, plan = random_params(config, 0), ragged_plan(config, 4)
     want = run(params, config, plan)
@@ -61,19 +53,10 @@ def check_as_on_one(*, whole: bool) -> None:
         mock.patch.multiple(
             DecodeAttention, reaches_the_end=lambda self, tuning: whole, to_the_end=to_the_end
         ),
-        mock.patch.multiple(
-            all_reduce, check_supported=lambda share: None, links_of=links_of, all_reduce=summed,
-            added_norm=lambda x, share, weight, links, eps, offset: _normed(x + summed(share, links), weight, eps),
-        ),
-    ):  # fmt: skip
+        linked_by_xla(),
+    ):
         np.testing.assert_allclose(run(params, config, plan, 2), want, atol=1e-4)
-    assert len(calls) == 2 and all(
-        links is not None for links in calls
-    )  # of one program, decode tokens alone
-
-
-def _normed(x, weight, eps):
-    return x, x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    assert [links is not None for links in calls] == [True] * 2  # of one program, decode tokens alone
 
 
 def check_products_as_on_one() -> None:

@@ -1,7 +1,8 @@
 """One model over several simulated devices says what it says on one, and each device does its part alone."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import jax
@@ -101,8 +102,9 @@ def check_ragged_on_four() -> None:
     check_ragged(4)
 
 
-def check_linked(check: Callable[[], None] = check_biases) -> None:
-    """Devices that add up shares by kernels of ours (in their place sums by XLA): nothing is added twice or left out."""
+@contextlib.contextmanager
+def linked_by_xla() -> Iterator[None]:
+    """Devices have links, which nothing is sent over: sums by XLA in the place of our kernels."""
 
     def all_reduce(share, links):
         return jax.lax.psum(share, "tensor")
@@ -119,6 +121,12 @@ def check_linked(check: Callable[[], None] = check_biases) -> None:
         kernels, all_reduce=mock.Mock(wraps=all_reduce), added_norm=mock.Mock(wraps=added_norm),
         check_supported=lambda share: None, links_of=links_of,
     ):  # fmt: skip
+        yield
+
+
+def check_linked(check: Callable[[], None] = check_biases) -> None:
+    """Nothing is added twice or left out."""
+    with linked_by_xla():
         check()
         assert kernels.all_reduce.call_count and kernels.added_norm.call_count
         # A mesh may have an axis more, and what was placed on one takes the program without links too.
