@@ -119,9 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     chosen = of_model(rows, options.model)
     roof = 0.0 if options.list else read_roof()
     print(f"{jax.devices()[0].device_kind}, read roof {roof:.0f} GB/s", flush=True)
-    twins = [
-        dataclasses.replace(row, skew="equal") for row in chosen if options.skew
-    ]  # of a page or two more
+    # They may have a page or two more.
+    twins = [dataclasses.replace(row, skew="equal") for row in chosen if options.skew]
     pools: Any = Pools([*chosen, *twins], packed=options.bytes)
     if options.bytes:
         pools = pools, Pools(chosen)

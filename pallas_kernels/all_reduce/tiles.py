@@ -73,7 +73,7 @@ def exchange(
             for number, words in enumerate(own):
                 post.send(device, number, words)
         sums: list[Any] = []
-        at_once = max(AWAITED // (2 * VECTOR // 2 * devices), 1)
+        at_once = max(AWAITED // (VECTOR * devices), 1)  # as many words as turns' numbers
         for some in itertools.batched(enumerate(own), at_once):
             for of_senders in post.receive(some):
                 floats = [

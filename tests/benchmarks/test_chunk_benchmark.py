@@ -75,9 +75,8 @@ def plain(
 def test_baselines_and_reference_agree(row, monkeypatch):
     for module in (gpu_attention, chunk_compositions):
         monkeypatch.setattr(module, "cudnn_attention", plain)
-    monkeypatch.setattr(
-        gpu_attention, "PART", 32
-    )  # so that history comes in several parts, some of them of no entries
+    # History comes in several parts, some of them of no entries.
+    monkeypatch.setattr(gpu_attention, "PART", 32)
     case = chunk_prefill.make_case(row)
     names = case.baselines()
     assert ("cudnn" in names) == (row.context == 0 and not row.window)

@@ -325,11 +325,9 @@ def test_empty_slots_on_a_gpu(config, tokens, each, slots, monkeypatch):
     assert step._missing_slots(config, tokens, each) == 0
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert step._missing_slots(config, tokens, each) == slots
-    links = jax.ShapeDtypeStruct(
-        (1, 3, 2), jnp.int32
-    )  # only with them does a share of Llama's layers have a kernel
-    linked = 4 if config.tensor_axis and not config.num_experts else slots
-    assert step._missing_slots(config, tokens, each, links) == linked
+    # Linked, a share of Llama's layers is a kernel.
+    more = 4 if config.tensor_axis and not config.num_experts else slots
+    assert step._missing_slots(config, tokens, each, jax.ShapeDtypeStruct((1, 3, 2), jnp.int32)) == more
 
 
 def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
