@@ -20,6 +20,7 @@ class Format:
     tile: tuple[int, int]  # of 32-bit words
     unpack: Callable[..., Any]
     most: int = 1  # tiles along the depth of one operand
+    small: bool = False  # products are: see `fp8_products.device_ops.in_full`
 
     @property
     def bytes(self) -> int:
@@ -53,6 +54,6 @@ def _rotated(x: Any, right: int) -> Any:
 
 
 MXFP4 = Format((mxfp4.ROWS, mxfp4.WORDS), _unpack_mxfp4)
-FP8 = Format((packing.WORDS, packing.WORDS), functools.partial(device_ops.unpack, narrow=False))
+FP8 = Format((packing.WORDS, packing.WORDS), functools.partial(device_ops.unpack, narrow=False), small=True)
 # For rows in FP8 too, which with two tiles are of 128 bytes.
 FP8_NARROW = Format(FP8.tile, functools.partial(device_ops.unpack, narrow=True), most=2)

@@ -24,6 +24,7 @@ from pallas_kernels.expert_products.mosaic_gpu import finish
 from pallas_kernels.expert_products.plan import DirectPlan, ExpertPlan
 from pallas_kernels.expert_products.tuning import ALIGN, PackedTuning
 from pallas_kernels.fp8_products import Fp8Tokens, Fp8Weights
+from pallas_kernels.fp8_products.device_ops import in_full
 from pallas_kernels.left_operand import TILE, add_product, no_sums, right_operand, store_transposed
 from pallas_kernels.read_once import load_once
 
@@ -322,6 +323,8 @@ def _compute(
         end(tile, column, loaded, sums)
 
     def end(tile: _Tile, column: Any, loaded: list[list[Any]], sums: tuple[Any, ...]) -> None:
+        if cfg.format.small:
+            sums = tuple(in_full(each, interpreted=cfg.interpreted) for each in sums)
         for number, held in enumerate(loaded):
             axis = 1 if number < cfg.narrow else 0
             spread = (lax.broadcast_in_dim(x, (TILE, rows), (axis,)) for x in held)

@@ -17,7 +17,8 @@ from pallas_kernels.left_operand import bfloat16s, constant, e4m3s, four_words, 
 def unpack(tiles: jax.Ref, spare: jax.Ref | None, *, narrow: bool, by_warp: bool = False) -> Any:
     """Packed tiles i32[n, 32, 32] along the depth as a matrix instruction's left operand: see `left_operand`.
 
-    bf16, of one tile; if `narrow` f8e4m3fn, the depth in the order of `tokens.in_words`.
+    bf16, of one tile, of which products are small: see `in_full`; if `narrow` f8e4m3fn, the depth in the order of
+    `tokens.in_words`.
     """
     count = tiles.shape[0]
 
@@ -31,15 +32,24 @@ def unpack(tiles: jax.Ref, spare: jax.Ref | None, *, narrow: bool, by_warp: bool
     return left_operand(tiles, spare, whole, _pairs, by_warp=by_warp)
 
 
+def in_full(sums: jax.Array, *, interpreted: bool) -> jax.Array:
+    """f32 sums of products with `unpack`ed bfloat16s.
+
+    These lack `packing.FACTOR`, which would be an operation for each two weights. So 1 times 1 is 2 ** -120, and float32 has
+    29 bits below that: matrix instructions keep numbers without an exponent, and sums as well.
+    """
+    return sums if interpreted else sums * packing.FACTOR
+
+
 def _pairs(pointer: Any, thread: Any) -> Iterator[tuple[int, int, Any]]:
-    factor, four = bfloat16s(constant(packing.FACTOR * 0x10001)), constant(4)
+    four = constant(4)
     for half in range(2):
         for number, word in enumerate(four_words(pointer, thread, 512 * half)):
             ready = arith.andi(word, constant(packing.READY))
             left = arith.andi(arith.shli(word, four), constant(packing.LEFT))
             right = arith.andi(arith.shrui(word, four), constant(packing.RIGHT))
             for i, bits in enumerate((ready, arith.ori(left, right))):
-                yield 2 * number + i, half, arith.mulf(bfloat16s(bits), factor)
+                yield 2 * number + i, half, bfloat16s(bits)
 
 
 def _codes(count: int, pointer: Any, thread: Any) -> Iterator[tuple[int, int, Any]]:

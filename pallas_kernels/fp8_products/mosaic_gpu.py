@@ -312,6 +312,8 @@ def _compute(
         to = out.at[unit.split] if cfg.splits > 1 else out
         columns = _columns(unit.tile(wg))
         for sums, (first, rows) in zip(pl.run_scoped(products, *accs), cfg.parts, strict=True):
+            if not cfg.narrow:
+                sums = device_ops.in_full(sums, interpreted=cfg.interpreted)
             of = [(columns, BY_ROW), (pl.ds(unit.row + first, rows), BY_COLUMN)]
             if cfg.splits > 1:  # XLA, which adds the parts of the depth up, has the tokens' scales
                 of = of[:1]

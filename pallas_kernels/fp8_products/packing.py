@@ -18,12 +18,12 @@ BYTES = WORDS * WORDS * 4
 LARGEST = 448.0  # of e4m3
 
 # A code (sign, four of the exponent, three of the mantissa) is ready as a bfloat16 at these bits of each half of a word,
-# but for a factor of 2 ** 120 that makes up for the exponents' biases:
+# but for a factor that makes up for the exponents' biases:
 READY = 0x87F087F0
 # The other pair has what is left over: its sign and last four bits come to their places four to the left, the rest four to
 # the right.
 LEFT, RIGHT = 0x80F080F0, 0x07000700
-FACTOR = 0x7B80
+FACTOR = 2.0**120
 _HIGH = 0x44004400  # of both pairs, the highest bit of the exponent
 
 

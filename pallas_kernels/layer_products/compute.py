@@ -29,6 +29,7 @@ def compute(
     """All phases. `barriers`: those of `mosaic_gpu.barriers`; then the interpreter's memory."""
     barriers, others = barriers[:4], list(barriers[4:])
     known, factors_s = (others.pop(0), others.pop(0)) if cfg.scales else (None, None)
+    exchanged = (others.pop(0), others.pop(0)) if cfg.tuning.fp8 else None
     shares = Share.all_of(cfg, refs, cta)
     steps = [share.steps * phase.token_loads for share, phase in zip(shares, cfg.phases, strict=True)]
     pieces = [share.steps * phase.pieces for share, phase in zip(shares, cfg.phases, strict=True)]
@@ -49,7 +50,7 @@ def compute(
         common = phase, share, wg, read, out_s
         product: Any = functools.partial(_product, cfg, refs, *common)
         if cfg.tuning.fp8:
-            product = functools.partial(fp8.product, cfg, refs, *common, *others)
+            product = functools.partial(fp8.product, cfg, refs, *common, exchanged, *others)
         if phase.scaled and known is not None:
             product = functools.partial(product, known=known.at[phase.number], factors_s=factors_s)
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from pallas_kernels.layer_products.tuning import TOKENS
 from pallas_kernels.stores import rows_of_a_thread
 
 LINE = 128  # bytes, of the L2
@@ -115,3 +118,43 @@ def store_columns(value: jax.Array, dst: jax.Ref, count: int) -> None:
                     memref.store(number, dst, [token, row])
 
     run(value, dst)
+
+
+def store_registers(value: jax.Array, dst: jax.Ref, *, interpreted: bool) -> None:
+    """f32[64, n] (WGMMA layout) to shared memory f32[n / 4, 128, 2], pairs of threads side by side."""
+    if interpreted:
+        dst[...] = value.reshape(dst.shape)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def run(_: Any, value: Any, dst: Any) -> None:
+        for n, register in enumerate(value.registers.flat):
+            vector.store(register, dst, _pair(n))
+
+    run(value, dst)
+
+
+def load_registers(src: jax.Ref, *, interpreted: bool) -> jax.Array:
+    """What another warpgroup has put there with `store_registers`."""
+    shape = TOKENS, src.shape[0] * 4
+    if interpreted:
+        return src[...].reshape(shape)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def run(_: Any, src: Any) -> Any:
+        layout = plgpu.Layout.WGMMA.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), object)
+        kind = ir.VectorType.get((2,), ir.F32Type.get())
+        for n, at in enumerate(np.ndindex(registers.shape)):
+            registers[at] = vector.load(kind, src, _pair(n))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return run(src)
+
+
+def _pair(number: int) -> list[Any]:
+    """Where a thread's pair of that number lies."""
+    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+    thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(mgpu_utils.WARPGROUP_SIZE, i32))
+    return [mgpu_utils.c(number, index), arith.index_cast(index, thread), mgpu_utils.c(0, index)]

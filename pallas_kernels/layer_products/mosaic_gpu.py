@@ -29,7 +29,7 @@ from pallas_kernels.fp8_products.packing import TILE, WORDS
 from pallas_kernels.gates import Gate
 from pallas_kernels.layer_products.by_tile import LINE_OF_NUMBERS
 from pallas_kernels.layer_products.by_tile import add_up as add_up_tile
-from pallas_kernels.layer_products.compute import LINE, add_up, choose, compute, f32, open_last
+from pallas_kernels.layer_products.compute import LINE, WARPGROUP, add_up, choose, compute, f32, open_last
 from pallas_kernels.layer_products.load import load_tokens, load_weights
 from pallas_kernels.layer_products.phases import (
     HALVES,
@@ -208,7 +208,7 @@ def memory(cfg: Config, dtype: Any) -> list[tuple[Any, ...]]:
     if tuning.fp8:  # as they are packed
         weights = [plgpu.SMEM((tuning.weight_slots, HALVES, tuning.step // TILE, WORDS, WORDS), jnp.int32)]
     tokens = plgpu.SMEM((tuning.token_slots * cfg.slot_rows + read_on, tuning.step), dtype, transforms=tiled)
-    stored = plgpu.SMEM((wgs, TOKENS, LINE), dtype, transforms=tiled)
+    stored = plgpu.SMEM((wgs, cfg.slot_rows if tuning.fp8 else TOKENS, LINE), dtype, transforms=tiled)
     return [(weights[0], tokens, stored), *((each,) for each in weights[1:])]
 
 
@@ -222,16 +222,22 @@ def views_of(cfg: Config, held: Sequence[Any]) -> tuple[dict[int, Any], Any, Any
 def barriers(cfg: Config) -> list[Any]:
     """Of slots of weights that are full and that are free, and of tokens.
 
-    Where norms' factors come behind products, of phases whose factors are there, and these in shared memory.
+    Where norms' factors come behind products, of phases whose factors are there, and these in shared memory. Where
+    warpgroups exchange sums, of those that are there for each and that each has read, and these in shared memory.
     """
-    counts = cfg.tuning.weight_slots, cfg.tuning.token_slots
-    slots = [
+    tuning, wgs = cfg.tuning, cfg.warpgroups
+    counts = (tuning.weight_slots, 1 if tuning.fp8 else wgs), (tuning.token_slots, wgs)
+    held = [
         plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
-        for slots in counts
-        for arrivals in (1, cfg.warpgroups)
+        for slots, reading in counts
+        for arrivals in (1, reading)
     ]
     factors = [plgpu.Barrier(num_barriers=MOST_PHASES), plgpu.SMEM((LINE_OF_NUMBERS,), f32)]
-    return slots + (factors if cfg.scales else [])
+    exchanged = [
+        plgpu.Barrier(num_barriers=2 * HALVES),
+        plgpu.SMEM((HALVES, cfg.slot_rows // 4, WARPGROUP, 2), f32),
+    ]
+    return held + factors * cfg.scales + exchanged * tuning.fp8
 
 
 def _interpreted(configs: list[Config], given: Arrays, made: dict[str, Any], interpret: Any) -> Arrays:

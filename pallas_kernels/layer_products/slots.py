@@ -45,12 +45,18 @@ class Steps:
         first = self.token_turn + step * self.token_loads
         return [self.tokens.wait(first + n) for n in range(self.token_loads)]
 
-    def wait_for_weights(self, step: Any, piece: int) -> Any:
+    def wait_for_weights(self, step: Any, piece: Any) -> Any:
         return self.held.at[self.weights.wait(self.turn + step * self.pieces + piece)]
 
     def release(self, step: Any, when: Any = True) -> None:
         """All that a step has read."""
         for piece in range(self.pieces):
-            self.weights.release(self.turn + step * self.pieces + piece, when)
+            self.release_weights(step, piece, when)
+        self.release_tokens(step, when)
+
+    def release_weights(self, step: Any, piece: Any, when: Any = True) -> None:
+        self.weights.release(self.turn + step * self.pieces + piece, when)
+
+    def release_tokens(self, step: Any, when: Any = True) -> None:
         for n in range(self.token_loads):
             self.tokens.release(self.token_turn + step * self.token_loads + n, when)

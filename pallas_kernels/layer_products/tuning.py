@@ -29,8 +29,8 @@ class Tuning:
     early: int = 2  # the same for products that have not begun
     by_tile: bool = False  # parts are added up by each tile's CTAs where that can be (`phases.adds_by_tile`)
     narrow_gates: bool = False  # where twice as many tiles of half as many columns are no more than CTAs
-    # Weights: two warpgroups share a tile of them, whose bytes they make numbers in registers.
-    fp8: bool = False
+    fp8: bool = False  # the weights are: two warpgroups take turns at their slots
+    by_warp: bool = False  # of these: each warp multiplies with matrix instructions of its own
 
     @property
     def step(self) -> int:
@@ -42,6 +42,8 @@ class Tuning:
             raise ValueError(f"4 slots of weights and 2 of tokens are the least, got {self}")
         if self.narrow_gates and (self.fp8 or self.token_slots < 4):  # of two steps of two loads
             raise ValueError(f"narrow gates are not of FP8 weights, and take 4 slots of tokens, got {self}")
+        if self.fp8 and self.weight_slots % 2:
+            raise ValueError(f"two warpgroups take turns at slots of FP8 weights: an even number, got {self}")
         if not 1 <= min(self.early, self.ahead) <= max(self.early, self.ahead) <= self.weight_slots:
             raise ValueError(
                 f"1 to {self.weight_slots} loads can be under way, as many as there are slots, got {self}"
@@ -54,10 +56,9 @@ class Generation:
 
     least_ctas: float = 0.45  # of the multiprocessors, that have work in every product
     least_weights: int = 6 << 23  # numbers
-    most_fp8: int = 40  # tokens with weights in FP8: of 64 the L2 has as many bytes to give as of weights
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
     most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
-    most_fp8_far_ahead: int = 8  # the same with weights in FP8, which have their parts added up by tiles then
+    most_by_warp: int = 16  # tokens with weights in FP8; with 24 it is as fast as by warpgroups
     kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
     kinds_many: tuple[str, ...] = (
         "H100",
@@ -103,8 +104,6 @@ def tuning_for(
         return None
     if (attended + 3 * inner + heads) * width < generation.least_weights:
         return None
-    if fp8 and tokens > generation.most_fp8:
-        return None
     cut = [(attended, width), (inner, width)] + [(width, heads)] * (heads > 0)
     few = tokens <= TOKENS
     narrow = tokens <= generation.most_narrow and not fp8
@@ -114,16 +113,16 @@ def tuning_for(
     used = [min(gates, ctas), *(columns // COLUMNS * splits(depth, columns, ctas) for depth, columns in cut)]
     if not all(generation.least_ctas * ctas <= count <= ctas for count in used):
         return None
-    far_ahead = tokens <= (generation.most_fp8_far_ahead if fp8 else generation.most_far_ahead)
     return Tuning(
         ctas=ctas,
-        weight_slots=10 if fp8 else 12 if tokens <= MULTIPLE else 11 if few else 8,
+        weight_slots=_weight_slots(tokens, fp8),
         token_slots=token_slots(tokens, fp8),
-        ahead=4 if far_ahead else 3,
+        ahead=4 if fp8 or tokens <= generation.most_far_ahead else 3,
         early=2 if few else 1,
         narrow_gates=narrow,
-        by_tile=far_ahead if fp8 else few,
+        by_tile=few,
         fp8=fp8,
+        by_warp=fp8 and tokens <= generation.most_by_warp,
     )
 
 
@@ -146,6 +145,15 @@ def _mixture_tuning(
     if max(width, heads, chosen * inner) // COLUMNS > ctas:
         return None
     return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1), narrow_gates=True, by_tile=True)
+
+
+def _weight_slots(tokens: int, fp8: bool) -> int:
+    """As many as there is room for beside tokens, and sums of weights in FP8 that are exchanged."""
+    if tokens <= MULTIPLE:
+        return 12
+    if fp8:
+        return 10 if tokens <= 48 else 8
+    return 11 if tokens <= TOKENS else 8
 
 
 def token_slots(tokens: int, fp8: bool = False) -> int:

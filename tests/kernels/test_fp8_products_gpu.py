@@ -32,6 +32,16 @@ def test_products(tokens, depth, columns):
     np.testing.assert_array_equal(out, jax.jit(fp8.fp8_products)(x, weights))  # the same every time
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_products_of_small_and_large_tokens(size):
+    """Sums of products are 2 ** -120 of what they become, and of small tokens without an exponent."""
+    rng = np.random.default_rng(0)
+    weights = fp8.quantise(jnp.asarray(rng.standard_normal((4096, 1024), np.float32)))
+    x = jnp.asarray(rng.standard_normal((40, 4096), np.float32) * size, jnp.bfloat16)
+    expected = fp8.fp8_products_reference(x.astype(jnp.float32), weights)
+    assert relative_error(jax.jit(fp8.fp8_products)(x, weights), expected) < ROUNDING
+
+
 @pytest.mark.parametrize("tokens", [1, 100, 256, 300, 512, 541, 640, 1056, 2048, 2080, 2173, 3000])
 @pytest.mark.parametrize(("depth", "columns"), [(576, 960), (4096, 4096), (1536, 64), (2560, 1024)])
 def test_products_of_tokens_in_fp8(tokens, depth, columns):

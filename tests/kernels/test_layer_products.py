@@ -47,7 +47,7 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
         ),
         (Case(72, 256, 128, 256, gate="gelu", offset=1.0, post_norms=True), OTHER),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
-        (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True, by_tile=True)),
+        (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True, by_tile=True, by_warp=True)),
         (Case(5, 256, 512, 1152, 384), MORE),
         (Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True)),
         pytest.param(
@@ -56,7 +56,7 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
     ],
     ids=[
         "uneven splits, gates of 64 columns, heads", "by tiles", "no heads, by tiles",
-        "two warpgroups, post norms", "FP8", "FP8, by tiles", "more gates than CTAs", "the same, by tiles",
+        "two warpgroups, post norms", "FP8", "FP8, by tiles and warps", "more gates than CTAs", "the same, by tiles",
         "more, FP8",
     ],
 )  # fmt: skip
@@ -243,7 +243,7 @@ def test_models_that_have_none(small_weights):
     for changes, tokens in (
         ({}, 136),
         ({"attn_out_bias": True}, 64),
-        ({"weights_fp8": True}, 48),
+        ({"weights_fp8": True}, 72),
         (MIXTURE, 2),
         (MIXTURE | {"dense_layers": (1,)}, 1),
         (MIXTURE | {"expert_bias": True}, 1),
@@ -252,7 +252,7 @@ def test_models_that_have_none(small_weights):
         (MIXTURE | {"num_experts": 64}, 1),
     ):
         assert layer_tuning(tokens, tiny_config(**SMALL | changes)) is None, changes
-    for changes, tokens in (({}, 128), ({"weights_fp8": True}, 40), (MIXTURE, 1)):
+    for changes, tokens in (({}, 128), ({"weights_fp8": True}, 64), (MIXTURE, 1)):
         assert layer_tuning(tokens, tiny_config(**SMALL | changes)) is not None, changes
 
 

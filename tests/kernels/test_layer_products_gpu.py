@@ -26,7 +26,7 @@ FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True, by_
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
 FEWEST = dataclasses.replace(FEW_OF_ONE, weight_slots=12)
-FP8 = lp.Tuning(ctas=SMS, weight_slots=10, token_slots=2, fp8=True)
+FP8 = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "gemma-3-27b")]  # than CTAs
 
@@ -72,7 +72,7 @@ def test_more_gates_than_multiprocessors(columns, tokens):
     check_layer(Case(tokens, *columns), FEW if tokens <= 64 else MANY, repeats=10)
 
 
-@pytest.mark.parametrize("by_tile", [False, True])
+@pytest.mark.parametrize(("by_tile", "by_warp"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 64])
 @pytest.mark.parametrize(
     "case",
@@ -85,8 +85,8 @@ def test_more_gates_than_multiprocessors(columns, tokens):
     ],
     ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Qwen2.5-7B"],
 )
-def test_layers_in_fp8(case, tokens, by_tile):
-    tuning = dataclasses.replace(FP8, by_tile=by_tile)
+def test_layers_in_fp8(case, tokens, by_tile, by_warp):
+    tuning = dataclasses.replace(FP8, by_tile=by_tile, by_warp=by_warp)
     check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), tuning, repeats=10)
 
 
