@@ -28,6 +28,7 @@ from benchmarks.gpu_timing import kernels_of
 from benchmarks.measured import main_of_rows
 from benchmarks.shapes import SHAPES
 from models.config import ModelConfig
+from models.fp8_weights import with_fp8_weights
 from models.products import gated_product, product
 from models.transformer import forward
 from pallas_kernels import layer_products
@@ -47,9 +48,10 @@ class Row:
 
 
 @functools.cache
-def model(name: str) -> tuple[ModelConfig, Any]:
-    """Some layers, and a small vocabulary: the head is no part of it."""
+def model(name: str, fp8: bool = False) -> tuple[ModelConfig, Any]:
+    """Some layers, their matrices in FP8 if so, and a small vocabulary: the head is no part of it."""
     config = SHAPES[name].replace(num_layers=LAYERS, sliding_layers=(), vocab_size=1024)
+    config = with_fp8_weights(config) if fp8 else config
     return config, random_weights(config)
 
 

@@ -193,7 +193,9 @@ def _reached(tokens: int, config: ModelConfig, links: Array | None) -> bool:
     """Whether that kernel adds up shares of so many tokens."""
     if links is None or links.shape[-2] - 1 not in layer_products.LINKED or config.num_experts:
         return False
-    width, most = config.hidden_size, 40 if config.weights_fp8 else layer_products.MOST_LINKED
+    width, most = config.hidden_size, layer_products.MOST_LINKED
+    if config.weights_fp8:
+        most = layer_products.MOST_LINKED_FP8
     reached = width % all_reduce.EVEN == 0 and width <= all_reduce.MOST_COLUMNS
     return reached and tokens <= most
 

@@ -13,6 +13,7 @@ from pallas_kernels.layer_products.reference import layer_products_reference
 from pallas_kernels.layer_products.tuning import (
     LINKED,
     MOST_LINKED,
+    MOST_LINKED_FP8,
     MOST_TOKENS,
     MULTIPLE,
     TOKENS,
@@ -26,6 +27,7 @@ from pallas_kernels.layer_products.weights import LayerWeights, Matrix, MixtureW
 __all__ = [
     "LINKED",
     "MOST_LINKED",
+    "MOST_LINKED_FP8",
     "LayerWeights",
     "MixtureWeights",
     "Routing",

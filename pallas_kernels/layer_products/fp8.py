@@ -148,8 +148,8 @@ def _exchange(
 ) -> tuple[jax.Array, jax.Array]:
     """A warpgroup's own half of its sums, and the other one's of the same columns, through shared memory of each's.
 
-    The next exchange must be far enough: behind a barrier over the grid, or this one `waits` until both have read. That is
-    another barrier, as a warp that is ahead must not stand for one that has not given anything yet.
+    The next exchange must be far enough: behind a barrier over the grid, whose tokens all threads wait for, or this one
+    `waits` until both have read. That is another barrier, as a warp ahead must not stand for one that has given nothing yet.
     """
     (given, sums_s), other = exchanged, HALVES - 1 - wg
     store_registers(_either(wg == 0, sums[1], sums[0]), sums_s.at[other], interpreted=cfg.interpreted)

@@ -144,7 +144,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """That compute: each has some of the tokens, or of weights in FP8 some of a tile's columns."""
+        """That compute: each has some of the tokens, or of weights in FP8 in the end some of a tile's columns."""
         if self.tuning.fp8:
             return HALVES
         return -(-self.tokens // TOKENS)

@@ -12,7 +12,7 @@ STEP = 64  # of the depth, that a step loads; of weights in FP8 twice as many, t
 MULTIPLE = 8  # of tokens, if there are more: rows of a tile of shared memory
 MOST_TOKENS = 128
 LINKED = (2,)  # numbers of linked devices on which shares of the matrices have run, with so many tokens
-MOST_LINKED = 64
+MOST_LINKED, MOST_LINKED_FP8 = 64, 40
 LEAST_STEPS = 4  # of a split
 MOST_TOKEN_SLOTS = 16
 
@@ -58,11 +58,13 @@ class Generation:
     least_weights: int = 6 << 23  # numbers
     most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
     most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
+    most_fp8: int = 40  # tokens with weights in FP8; with more it was measured on fewer kinds
     most_by_warp: int = 16  # tokens with weights in FP8; with 24 it is as fast as by warpgroups
     kinds: tuple[str, ...] = ("H100", "H200")  # parts of the names of devices on which it was measured
     kinds_many: tuple[str, ...] = (
         "H100",
     )  # with more than TOKENS: products by themselves are faster on an H200
+    kinds_fp8_many: tuple[str, ...] = ("H200",)
     kinds_mixture: tuple[str, ...] = ("H100", "H200")  # for layers with experts
 
 
@@ -98,6 +100,8 @@ def tuning_for(
         return _mixture_tuning(generation, device, *columns, *mixture) if tokens == 1 else None
     ctas = num_sms()
     kinds = generation.kinds if tokens <= TOKENS else generation.kinds_many
+    if fp8 and tokens > generation.most_fp8:
+        kinds = generation.kinds_fp8_many
     if not measured_on(kinds, device) or not can_take(tokens, fp8) or tokens > ctas:
         return None
     if width % COLUMNS or inner % COLUMNS or heads % COLUMNS or attended % (2 * STEP if fp8 else STEP):
@@ -115,7 +119,7 @@ def tuning_for(
         return None
     return Tuning(
         ctas=ctas,
-        weight_slots=_weight_slots(tokens, fp8),
+        weight_slots=weight_slots(tokens, fp8),
         token_slots=token_slots(tokens, fp8),
         ahead=4 if fp8 or tokens <= generation.most_far_ahead else 3,
         early=2 if few else 1,
@@ -147,7 +151,7 @@ def _mixture_tuning(
     return Tuning(ctas=ctas, weight_slots=11, token_slots=token_slots(1), narrow_gates=True, by_tile=True)
 
 
-def _weight_slots(tokens: int, fp8: bool) -> int:
+def weight_slots(tokens: int, fp8: bool) -> int:
     """As many as there is room for beside tokens, and sums of weights in FP8 that are exchanged."""
     if tokens <= MULTIPLE:
         return 12

@@ -15,6 +15,7 @@ from models.products import has_layer_kernel, layer_tuning
 from models.testing import random_params, tiny_config
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
+from pallas_kernels.fp8_products import quantise
 from pallas_kernels.layer_products import tuning as kernel_tuning
 from pallas_kernels.layer_products.phases import Share, added_by_tile, phases_of, spread
 from pallas_kernels.layer_products.tuning import TUNING
@@ -139,6 +140,8 @@ def test_tunings_that_would_wait_for_ever_are_refused():
             ValueError, match="narrow gates are not of FP8 weights, and take 4 slots of tokens"
         ):
             dataclasses.replace(NARROW, **wrong)
+    with pytest.raises(ValueError, match="two warpgroups take turns at slots of FP8 weights: an even number"):
+        dataclasses.replace(OTHER, fp8=True)
     attended, x, weights = Case(8, 256, 128, 256).arrays()
     with as_on_hopper(), pytest.raises(ValueError, match="there are 132 multiprocessors"):
         too_many = dataclasses.replace(FEW, ctas=133)
@@ -300,20 +303,28 @@ def random_norms(params):
     return jax.tree_util.tree_map_with_path(draw, params)
 
 
-@pytest.mark.parametrize("tokens", [8, 64, 72, 80, 88, 104, 128])
-def test_what_is_tuned_for_fits_into_shared_memory(tokens):
-    """Behind 80, 88 and 104 tokens matrix instructions read on, which had no room."""
+@pytest.mark.parametrize(
+    ("kind", "tokens", "fp8"),
+    [("H100", tokens, False) for tokens in (8, 64, 72, 80, 88, 104, 128)]
+    + [("H200", tokens, True) for tokens in (8, 16, 48, 64)],
+)
+def test_what_is_tuned_for_fits_into_shared_memory(kind, tokens, fp8):
+    """Behind 80, 88 and 104 tokens matrix instructions read on, which had no room; with FP8 weights there are sums."""
     depth, width, inner, heads = COLUMNS["llama"]
-    shapes = {"out": (depth, width), "norm": (width,), "gate_up": (width, 2 * inner), "down": (inner, width)}
-    shapes |= {
-        "next_norm": (width,),
+    matrices = {
+        "out": (depth, width),
+        "gate_up": (width, 2 * inner),
+        "down": (inner, width),
         "heads": (width, heads),
-        "attended": (tokens, depth),
-        "x": (tokens, width),
     }
-    given = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    h100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", compute_capability="9.0")
-    tuning = lp.tuning_for(tokens, depth, width, inner, heads, h100)
+    others = {"norm": (width,), "next_norm": (width,), "attended": (tokens, depth), "x": (tokens, width)}
+    given: dict = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (matrices | others).items()
+    }
+    if fp8:
+        given |= {name: jax.eval_shape(quantise, given[name]) for name in matrices}
+    device = SimpleNamespace(device_kind=f"NVIDIA {kind}", platform="gpu", compute_capability="9.0")
+    tuning = lp.tuning_for(tokens, depth, width, inner, heads, device, fp8=fp8)
 
     def layer(attended, x, counters, **weights):
         return lp.layer_products(attended, x, lp.LayerWeights(**weights), counters, eps=1e-5, tuning=tuning)

@@ -14,7 +14,7 @@ from models.params import map_specs, param_specs
 from models.products import has_layer_kernel
 from models.transformer import forward
 from pallas_kernels import layer_products as lp
-from pallas_kernels.layer_products.tuning import TUNING, token_slots
+from pallas_kernels.layer_products.tuning import TUNING, token_slots, weight_slots
 from pallas_kernels.support import num_sms
 from tests.kernels import mixture_cases
 from tests.kernels.layer_cases import Case, check_layer, columns_of
@@ -26,7 +26,6 @@ FEW = lp.Tuning(ctas=SMS, weight_slots=11, token_slots=4, narrow_gates=True, by_
 MANY = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=5, early=1)
 FEW_OF_ONE = dataclasses.replace(FEW, token_slots=16)
 FEWEST = dataclasses.replace(FEW_OF_ONE, weight_slots=12)
-FP8 = lp.Tuning(ctas=SMS, weight_slots=8, token_slots=2, fp8=True)
 LLAMA, GEMMA, QWEN = (columns_of(SHAPES[name]) for name in ("llama-3.1-8b", "gemma-3-12b", "qwen3-4b"))
 MORE_GATES = [columns_of(SHAPES[name]) for name in ("qwen2.5-7b", "qwen3-14b", "gemma-3-27b")]  # than CTAs
 
@@ -86,7 +85,8 @@ def test_more_gates_than_multiprocessors(columns, tokens):
     ids=["Llama-3.1-8B", "Gemma-3-12B", "Qwen3-4B", "small", "Qwen2.5-7B"],
 )
 def test_layers_in_fp8(case, tokens, by_tile, by_warp):
-    tuning = dataclasses.replace(FP8, by_tile=by_tile, by_warp=by_warp)
+    slots = {"weight_slots": weight_slots(tokens, True), "token_slots": token_slots(tokens, True)}
+    tuning = lp.Tuning(ctas=SMS, **slots, fp8=True, by_tile=by_tile, by_warp=by_warp)
     check_layer(dataclasses.replace(case, tokens=tokens, fp8=True), tuning, repeats=10)
 
 
