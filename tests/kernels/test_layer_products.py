@@ -306,7 +306,7 @@ def random_norms(params):
 @pytest.mark.parametrize(
     ("kind", "tokens", "fp8"),
     [("H100", tokens, False) for tokens in (8, 64, 72, 80, 88, 104, 128)]
-    + [("H200", tokens, True) for tokens in (8, 16, 48, 64)],
+    + [("H200", tokens, True) for tokens in (8, 48)],
 )
 def test_what_is_tuned_for_fits_into_shared_memory(kind, tokens, fp8):
     """Behind 80, 88 and 104 tokens matrix instructions read on, which had no room; with FP8 weights there are sums."""
