@@ -116,12 +116,15 @@ def test_what_is_left_to_products_by_themselves():
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("NVIDIA H100 80GB HBM3", 128), ("NVIDIA H200", 64), ("NVIDIA H20", 0)]
+    ("kind", "most", "most_fp8"),
+    [("NVIDIA H100 80GB HBM3", 128, 40), ("NVIDIA H200", 64, 64), ("NVIDIA H20", 0, 0)],
 )
-def test_only_gpus_on_which_it_was_faster_have_it(kind, most):
+def test_only_gpus_on_which_it_was_faster_have_it(kind, most, most_fp8):
     device = SimpleNamespace(device_kind=kind, platform="gpu", compute_capability="9.0")
-    taken = [tokens for tokens in (1, 32, 64, 72, 128) if lp.tuning_for(tokens, *COLUMNS["llama"], device)]
-    assert taken == [tokens for tokens in (1, 32, 64, 72, 128) if tokens <= most]
+    counts = 1, 32, 40, 48, 64, 72, 128
+    for fp8, limit in ((False, most), (True, most_fp8)):
+        taken = [count for count in counts if lp.tuning_for(count, *COLUMNS["llama"], device, fp8=fp8)]
+        assert taken == [count for count in counts if count <= limit]
 
 
 def test_no_more_tokens_than_multiprocessors(monkeypatch):

@@ -139,6 +139,7 @@ def test_which_models_have_it(monkeypatch):
         assert not layer_tuning(8, part.replace(hidden_size=width), two), width
     assert not layer_tuning(1, part.replace(num_experts=128, experts_per_token=2, expert_size=128), two)
     in_fp8 = part.replace(weights_fp8=True)
+    assert layer_tuning(40, in_fp8, two) and not layer_tuning(48, in_fp8, two)
     assert (
         not layer_tuning(8, in_fp8, two).by_tile and layer_tuning(8, config.replace(weights_fp8=True)).by_tile
     )
