@@ -18,11 +18,10 @@ from benchmarks.decode_ways import PRODUCTS, on_any_gpu, without
 from benchmarks.dense_products import layer_us, model
 from benchmarks.measured import main_of_rows
 from pallas_kernels import layer_products
-from pallas_kernels.layer_products.tuning import TUNING
+from pallas_kernels.layer_products.tuning import TUNING, can_take
 
 MODELS = ("llama-3.1-8b", "gemma-3-12b")
 TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128)
-MOST_FP8 = 64  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     rows = [
         Row(name, weights, tokens)
         for name in MODELS
-        for weights, most in (("bfloat16", TOKENS[-1]), ("fp8", MOST_FP8))
+        for weights in ("bfloat16", "fp8")
         for tokens in TOKENS
-        if tokens <= most
+        if can_take(tokens, weights == "fp8")
     ]
     with on_any_gpu(TUNING):
         main_of_rows(__doc__, rows, measure, argv)
