@@ -67,15 +67,10 @@ def test_steps_with_anything_else_have_none(whole):
     assert not whole
 
 
+@pytest.mark.slow  # `test_linked_layers` has one without windows by default
 @pytest.mark.parametrize(
     ("most_narrow", "changes"),
-    [
-        pytest.param(
-            4, {}, marks=pytest.mark.slow
-        ),  # `test_linked_layers` has one without windows by default
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(3, {"num_heads": 32, "num_kv_heads": 1}, marks=pytest.mark.slow),
-    ],
+    [(4, {}), (3, {}), (3, {"num_heads": 32, "num_kv_heads": 1})],
     ids=["gates of 64 columns", "of 128", "most queries"],
 )
 def test_whole_layers_lower(most_narrow, changes, monkeypatch, caplog):
