@@ -151,7 +151,7 @@ def _kernel(
             attends = cta < attend.num_shares
             tiles = lax.cond(attends, lambda: load(attend, attention_refs), lambda: jnp.int32(0))
             # Weights asked for early keep pages of other CTAs waiting, which costs more than it gains where these are many.
-            many = tiles >= MANY_TILES
+            many, few = tiles >= MANY_TILES, tiles < MANY_TILES
 
             @pl.when(many)
             def _wait_for_all() -> None:
@@ -162,7 +162,7 @@ def _kernel(
                 at = slot - apart
                 tile = lax.div(at, jnp.int32(each))
                 begins = (at >= 0) & (at == tile * each)
-                pl.when(begins & ~many)(lambda: wait_for_last(attention_refs, tiles, tile))
+                pl.when(begins & few)(lambda: wait_for_last(attention_refs, tiles, tile))
 
             load_weights(multiply, refs, cta, weights_s, slots[0], slots[1], first_use)
 

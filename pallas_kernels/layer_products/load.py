@@ -1,6 +1,11 @@
-"""The loading warpgroups: one runs ahead with the weights, which depend on nothing, one waits for what the tokens become."""
+"""The loading warpgroups: one runs ahead with the weights, which depend on nothing, one waits for what the tokens become.
+
+One warp of each does the loads, each with a scheduler of its own: what others would do as well takes turns of those that
+compute.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,6 +19,16 @@ from pallas_kernels.layer_products import by_tile, device_ops
 from pallas_kernels.layer_products.phases import HALVES, Config, Phase, Share, i32
 from pallas_kernels.read_once import load_once
 
+FOR_WEIGHTS, FOR_TOKENS = 0, 1  # warps of their warpgroups
+
+
+def _by_warp(number: int, work: Callable[[], None], *, interpreted: bool) -> None:
+    """By one warp of a warpgroup. The interpreter has none."""
+    if interpreted:
+        work()
+    else:
+        plgpu.warp_map(lambda warp: pl.when(warp == number)(work))
+
 
 def load_weights(
     cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, first_use: Any = None
@@ -22,6 +37,16 @@ def load_weights(
 
     Few at a time, whatever others do. `first_use`: waits until what a slot held before is read.
     """
+    load = functools.partial(_load_weights, cfg, refs, cta, held, full, free, first_use)
+    if any(phase.chooses for phase in cfg.phases):  # for which a warpgroup waits
+        load()
+    else:
+        _by_warp(FOR_WEIGHTS, load, interpreted=cfg.interpreted)
+
+
+def _load_weights(
+    cfg: Config, refs: dict[str, Any], cta: Any, held: Any, full: Any, free: Any, first_use: Any
+) -> None:  # fmt: skip
     slots = i32(cfg.tuning.weight_slots)
     turn: Any = i32(0)  # of loads
     seen: Any = i32(0)  # of those that have landed
@@ -60,8 +85,7 @@ def load_weights(
                     nth, tile, deep = phase.place(share.tile, deep)
                     source = source.at[refs["chosen"][nth]]
                     tile += piece * (phase.tiles // phase.experts)
-                rows = pl.ds(pl.multiple_of(deep * phase.step, phase.step), phase.step)
-                source = source.at[rows, pl.ds(pl.multiple_of(tile * phase.wide, phase.wide), phase.wide)]
+                source = source.at[pl.ds(deep * phase.step, phase.step), pl.ds(tile * phase.wide, phase.wide)]
             load_once(source, held[phase.wide].at[slot], full.at[slot])
             return turn + 1, seen
 
@@ -84,17 +108,22 @@ def load_tokens(
             arrived = functools.partial(device_ops.wait, refs["counters"].at[place], total, waiting)
             pl.when(share.active)(arrived)
 
-        def one(step: Any, turn: Any, phase: Phase = phase, share: Share = share) -> Any:
+        def one(
+            step: Any, nothing: Any, phase: Phase = phase, share: Share = share, before: Any = turn
+        ) -> None:
+            turn = before + step
             slot = lax.rem(turn, slots)
             pl.when(turn >= slots)(lambda: plgpu.barrier_wait(free.at[slot]))
             each = phase.step // phase.token_loads
-            deep = pl.ds(pl.multiple_of(share.first * phase.step + step * each, each), each)
+            deep = pl.ds(share.first * phase.step + step * each, each)
             source = refs[phase.source].at[first_rows(cfg.slot_rows, turn), deep]
-            rows = pl.ds(pl.multiple_of(slot * cfg.slot_rows, 8), cfg.slot_rows)
+            rows = pl.ds(slot * cfg.slot_rows, cfg.slot_rows)
             plgpu.copy_gmem_to_smem(source, held.at[rows], full.at[slot])
-            return turn + 1
 
-        turn = lax.fori_loop(0, share.steps * phase.token_loads, one, turn)
+        count = share.steps * phase.token_loads
+        load = functools.partial(lax.fori_loop, 0, count, one, None)
+        _by_warp(FOR_TOKENS, load, interpreted=cfg.interpreted)
+        turn += count
         if phase.scaled:
 
             @pl.when(share.active)
