@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -178,10 +177,7 @@ def layer_tuning(
     inner = config.expert_size if config.num_experts else config.intermediate_size
     columns = heads, config.hidden_size, inner, heads + 2 * kv_heads
     if not config.num_experts:
-        tuning = layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8)
-        if tuning and shared and tuning.fp8:  # by tiles these have not run
-            return dataclasses.replace(tuning, by_tile=False, ahead=layer_products.Tuning.ahead)
-        return tuning
+        return layer_products.tuning_for(tokens, *columns, fp8=config.weights_fp8, linked=shared)
     other = config.experts_mxfp4 or config.weights_fp8 or config.expert_bias or config.swiglu_limit
     if other or config.dense_layers or config.post_norms:
         return None

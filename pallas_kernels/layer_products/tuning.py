@@ -56,7 +56,9 @@ class Generation:
 
     least_ctas: float = 0.45  # of the multiprocessors, that have work in every product
     least_weights: int = 6 << 23  # numbers
-    most_narrow: int = 32  # tokens with narrow gates, which twice as many CTAs read; more were not measured
+    # Tokens with narrow gates, which twice as many CTAs read; more were not measured, but for linked devices' shares.
+    most_narrow: int = 32
+    most_narrow_linked: int = 64
     most_far_ahead: int = 32  # tokens with four loads under way; with more four were slower, or not measured
     most_fp8: int = 40  # tokens with weights in FP8; with more it was measured on fewer kinds
     most_by_warp: int = 16  # tokens with weights in FP8; with 24 it is as fast as by warpgroups
@@ -85,11 +87,13 @@ def tuning_for(
     device: jax.Device | None = None,
     *,
     fp8: bool = False,
+    linked: bool = False,
     mixture: tuple[int, int] | None = None,
 ) -> Tuning | None:
     """Of layers with so many numbers from attention, in the residual stream, behind the gates and of heads, for each token.
 
-    `fp8`: the weights are. `mixture`: so many experts, and how many of them are chosen; the gates are those of each.
+    `fp8`: the weights are. `linked`: each of several devices has a share of so many columns. `mixture`: so many experts, and
+    how many of them are chosen; the gates are those of each.
 
     None where the kernel cannot cut its matrices, or products by themselves may be faster.
     """
@@ -110,7 +114,7 @@ def tuning_for(
         return None
     cut = [(attended, width), (inner, width)] + [(width, heads)] * (heads > 0)
     few = tokens <= TOKENS
-    narrow = tokens <= generation.most_narrow and not fp8
+    narrow = tokens <= (generation.most_narrow_linked if linked else generation.most_narrow) and not fp8
     gates = inner // (gate_columns(inner, ctas) if narrow else COLUMNS)
     if gates > ctas:  # the last ones are a product of their own
         cut.append((width, 2 * (inner - ctas * COLUMNS)))

@@ -107,6 +107,7 @@ def test_what_is_left_to_products_by_themselves():
     few_tiles = columns_of(SHAPES["qwen3-1.7b"])
     assert lp.tuning_for(64, *few_tiles) is None  # gates of 48 tiles
     assert lp.tuning_for(32, *few_tiles).narrow_gates  # 96 of half as many columns
+    assert lp.tuning_for(64, *few_tiles, linked=True).narrow_gates
     for tokens in (1, 7, 8, 16, 128):
         assert lp.tuning_for(tokens, *COLUMNS["llama"]) is not None
     for tokens in (0, 9, 100, 129, 136):

@@ -130,7 +130,13 @@ def test_what_links_have_no_place_for():
 
 def test_which_models_have_it(monkeypatch):
     """Shares of all that a device alone has it for, between two linked ones, of tokens and columns that these reach."""
-    monkeypatch.setattr(lp, "tuning_for", lambda *shape, **how: dataclasses.replace(TILES, fp8=how["fp8"]))
+    asked = []
+
+    def tuning_for(*shape, fp8, linked):
+        asked.append(linked)
+        return dataclasses.replace(TILES, fp8=fp8)
+
+    monkeypatch.setattr(lp, "tuning_for", tuning_for)
     config = tiny_config(hidden_size=1024, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=512)
     part, (two, four) = share(config, 2), (jax.ShapeDtypeStruct((1 + n, 2), jnp.int32) for n in (2, 4))
     assert layer_tuning(8, config) and not layer_tuning(8, part)
@@ -140,6 +146,5 @@ def test_which_models_have_it(monkeypatch):
     assert not layer_tuning(1, part.replace(num_experts=128, experts_per_token=2, expert_size=128), two)
     in_fp8 = part.replace(weights_fp8=True)
     assert layer_tuning(40, in_fp8, two) and not layer_tuning(48, in_fp8, two)
-    assert (
-        not layer_tuning(8, in_fp8, two).by_tile and layer_tuning(8, config.replace(weights_fp8=True)).by_tile
-    )
+    assert layer_tuning(8, in_fp8, two) == layer_tuning(8, config.replace(weights_fp8=True))
+    assert asked[-2:] == [True, False]
