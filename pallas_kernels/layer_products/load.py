@@ -23,7 +23,7 @@ FOR_WEIGHTS, FOR_TOKENS = 0, 1  # warps of their warpgroups
 
 
 def _by_warp(number: int, work: Callable[[], None], *, interpreted: bool) -> None:
-    """By one warp of a warpgroup. The interpreter has none."""
+    """By one warp of a warpgroup, for which neither `pl.multiple_of` nor `~` is lowered. The interpreter has no warps."""
     if interpreted:
         work()
     else:
