@@ -14,7 +14,7 @@ from benchmarks.shapes import SHAPES
 from models.sharding import tensor_mesh
 from pallas_kernels import all_reduce
 from pallas_kernels import layer_products as lp
-from pallas_kernels.layer_products.tuning import TOKENS, token_slots, weight_slots
+from pallas_kernels.layer_products.tuning import TUNING, token_slots, weight_slots
 from pallas_kernels.support import num_sms
 from tests.kernels import mixture_cases
 from tests.kernels.expert_cases import relative_error
@@ -36,7 +36,7 @@ def tuning_of(case, by_tile: bool) -> lp.Tuning:
         "weight_slots": weight_slots(case.tokens, fp8) if fp8 else 11,
         "token_slots": token_slots(case.tokens, fp8),
     }
-    by_warp = fp8 and case.tokens < TOKENS
+    by_warp = fp8 and case.tokens <= TUNING["9.0"].most_by_warp
     return lp.Tuning(ctas=num_sms(), **slots, fp8=fp8, by_warp=by_warp, by_tile=by_tile, narrow_gates=not fp8)
 
 
