@@ -12,7 +12,9 @@ MOST_TOKENS = 256  # of a matrix instruction; a block of more takes two
 WIDEST = 320  # tokens of a block, whose sums are in registers
 SHARED = 228 * 1024  # bytes of an SM's shared memory
 OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
-MOST_SPLIT = 512  # tokens times splits: the sums of parts go through memory in float32
+SPLITS = (2, 4)  # of the depth; clusters of four leave some SMs without work,
+SHARE_OF_FOUR = 0.85  # so they have fewer CTAs at once
+MOST_SPLIT = 256  # tokens: beyond, a token's results are the same bits however many there are
 FIXED = 64  # of a unit's time, in tokens, what does not grow with them: blocks of 256 are 1.2 times as fast as of 128
 LEAST_NARROW = 256  # tokens that are worth being made FP8 too
 
@@ -26,7 +28,7 @@ class Tuning:
         1  # computing ones of a CTA, 64 columns each, sharing the tokens; as many as divide the columns
     )
     per_sm: int = 1  # CTAs of an SM
-    splits: int = 1  # of the depth, each a unit of work of its own; as many as divide the depth
+    splits: int = 1  # of the depth, CTAs of a cluster; as many as divide the depth
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     stores: int = 1  # of a part's results, one after another through the same shared memory
     num_ctas: int | None = None
@@ -38,8 +40,8 @@ class Tuning:
 
     @property
     def stored(self) -> int:
-        """Tokens that are stored at once."""
-        return _rows(self.part, self.stores)
+        """Tokens that are stored at once; with splits, that each CTA finishes."""
+        return _rows(self.part, self.stores * self.splits)
 
     def gates(self, across: int) -> bool:
         """Whether a CTA has gates and what they let through, of weights of so many tiles across."""
@@ -53,19 +55,20 @@ class Tuning:
             )
         return dataclasses.replace(self, stores=2)
 
-    def shape(self, across: int, deep: int, size: int = 2) -> tuple[int, int, int, int]:
-        """For weights of so many tiles, and tokens of numbers of so many bytes.
+    def for_weights(self, across: int, deep: int) -> "Tuning":
+        """What divides weights of so many tiles."""
+        return dataclasses.replace(
+            self, warpgroups=_divisor(across, self.warpgroups), splits=_divisor(deep, self.splits)
+        )
 
-        (Computing warpgroups of a CTA, splits, tiles along the depth of a step, steps under way.)
-        """
-        wgs = _divisor(across, self.warpgroups)
-        splits = _divisor(deep, self.splits)
-        deep //= splits
+    def steps(self, deep: int, size: int = 2) -> tuple[int, int]:
+        """(Tiles along the depth of a step, steps under way), `for_weights`, with tokens of numbers of so many bytes."""
+        deep //= self.splits
         step = _divisor(deep, self.deep)
-        out = wgs * self.stored * TILE * (4 if splits > 1 else 2)
-        of_step = step * (wgs * BYTES + self.rows * TILE * size)
+        out = self.warpgroups * self.stored * TILE * (2 + 4 * (self.splits - 1))
+        of_step = step * (self.warpgroups * BYTES + self.rows * TILE * size)
         stages = (SHARED // self.per_sm - OTHER - out) // of_step
-        return wgs, splits, step, max(2, min(stages, deep // step + 1))
+        return step, max(2, min(stages, deep // step + 1))
 
     def ctas(self) -> int:
         """CTAs of a call."""
@@ -114,17 +117,26 @@ def tuning_for(
         choices.append(_even(large, tokens, -(-tokens // large.rows)))
         # What takes less time, in rounds of units of work.
         record = min(choices, key=lambda r: -(-_units(r, tokens, across) // r.ctas()) * (r.rows + FIXED))
-    if narrow:  # splits halve the pace; half as many columns at a time do not
-        few = 2 * _units(record, tokens, across) <= record.ctas()
-        return dataclasses.replace(record, warpgroups=1) if few else record
-    splits = 1
-    while (
-        _units(record, tokens, across) * splits * 2 <= record.ctas()
-        and tokens * splits * 2 <= MOST_SPLIT
-        and deep % (splits * 2) == 0
-    ):
-        splits *= 2
-    return dataclasses.replace(record, splits=splits)
+    # Where there are CTAs for more units of work: fewer columns a CTA, or fewer of the depth.
+    if narrow:
+        return _split(_fewer_columns(record, tokens, across), tokens, across, deep)
+    return _fewer_columns(_split(record, tokens, across, deep), tokens, across)
+
+
+def _split(record: Tuning, tokens: int, across: int, deep: int) -> Tuning:
+    if tokens > MOST_SPLIT:
+        return record
+    for splits, share in zip(SPLITS, (1, SHARE_OF_FOUR), strict=True):
+        if deep % splits == 0 and _units(record, tokens, across) * splits <= record.ctas() * share:
+            record = dataclasses.replace(record, splits=splits)
+    return record
+
+
+def _fewer_columns(record: Tuning, tokens: int, across: int) -> Tuning:
+    """Half as many, of a CTA that has two computing warpgroups'."""
+    two = record.warpgroups == 2 and across % 2 == 0
+    fits = 2 * _units(record, tokens, across) * record.splits <= record.ctas()
+    return dataclasses.replace(record, warpgroups=1) if two and fits else record
 
 
 def _units(record: Tuning, tokens: int, across: int) -> int:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import fp8_products as fp8
-from pallas_kernels.fp8_products.mosaic_gpu import _Config, _Unit, fp8_products_mosaic_gpu
+from pallas_kernels.fp8_products.common import Config, Unit
+from pallas_kernels.fp8_products.mosaic_gpu import fp8_products_mosaic_gpu
 from pallas_kernels.fp8_products.tokens import in_depth, in_words
 from pallas_kernels.fp8_products.tuning import NARROW, TUNING
 from pallas_kernels.gates import in_halves
@@ -257,6 +258,9 @@ def test_what_is_not_supported():
     with pytest.raises(ValueError, match="tokens of 128 numbers for weights of a depth of 64"):
         weights = fp8.quantise(jnp.ones((64, 64)))
         fp8_products_mosaic_gpu(jnp.ones((4, 128), jnp.bfloat16), weights, tuning=fp8.Tuning(rows=8))
+    with pytest.raises(ValueError, match="blocks of 264 tokens have no sums of parts of the depth"):
+        weights, tuning = fp8.quantise(jnp.ones((128, 64))), fp8.Tuning(rows=264, splits=2)
+        fp8_products_mosaic_gpu(jnp.ones((264, 128), jnp.bfloat16), weights, tuning=tuning)
 
 
 @settings(max_examples=200)
@@ -271,12 +275,12 @@ def test_tuning(tokens, across, deep, narrow):
         "pallas_kernels.fp8_products.tuning", num_sms=lambda: 132, record_for=lambda *_: records
     ):
         tuning = fp8.tuning_for(tokens, across, deep, narrow=narrow)
-        wgs, splits, step, stages = tuning.shape(across, deep, size)
+        cut = tuning.for_weights(across, deep)
+        wgs, splits, (step, stages) = cut.warpgroups, cut.splits, cut.steps(deep, size)
         assert across % wgs == 0 and deep % (splits * step) == 0 and stages >= 2
-        assert splits == tuning.splits and (splits == 1 or tokens * splits <= 512)
-        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size) + wgs * tuning.stored * 64 * (
-            4 if splits > 1 else 2
-        )
+        assert splits == tuning.splits and (splits == 1 or (tokens <= 256 and tuning.part == tuning.rows))
+        buffers = stages * step * (wgs * 4096 + tuning.rows * 64 * size)
+        buffers += wgs * cut.stored * 64 * (2 + 4 * (splits - 1))
         assert tuning.per_sm * (buffers + 2048) <= 228 * 1024
         blocks = -(-tokens // tuning.rows)
         assert tuning.rows % 8 == 0 and min(tokens, 64) <= tuning.rows <= 320
@@ -316,16 +320,13 @@ def test_blocks_of_a_layer(tokens, rows):
 
 @pytest.mark.parametrize("blocks", [1, 3, 8, 11, 40])
 def test_units_are_all_different(blocks):
-    """Blocks, columns and splits, each combination once."""
-    cfg = _Config(
-        blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=3, steps=4, deep_step=2, stages=2,
+    """Blocks and columns, each combination once."""
+    cfg = Config(
+        blocks=blocks, rows=8, part=8, stored=8, columns=5, warpgroups=2, splits=1, steps=4, deep_step=2, stages=2,
         num_ctas=7, narrow=False, gate=None, interpreted=False,
     )  # fmt: skip
     numbers = jnp.arange(cfg.units)
     with mock.patch("jax.lax.axis_index", lambda _: numbers % 7):
-        unit = _Unit(cfg, numbers // 7)
-    found = set(
-        zip(*(np.asarray(x).tolist() for x in (unit.row, unit.column, unit.split, unit.first)), strict=True)
-    )
-    expected = itertools.product(range(0, 8 * blocks, 8), range(0, 10, 2), range(3))
-    assert found == {(row, column, split, 8 * split) for row, column, split in expected}
+        unit = Unit(cfg, numbers // 7)
+    found = set(zip(*(np.asarray(x).tolist() for x in (unit.row, unit.column)), strict=True))
+    assert found == set(itertools.product(range(0, 8 * blocks, 8), range(0, 10, 2)))
