@@ -14,7 +14,7 @@ from pallas_kernels.fp8_products.packing import LARGEST
 from pallas_kernels.norms import rms_norm
 
 RUN = 16  # of the depth, within which the order differs
-MOST_NORMED = 8192  # numbers of a token that a kernel has registers for
+MOST_NORMED = 16384  # numbers of a token that a kernel has registers for
 LEAST = 1e-30  # of a token's largest number: its inverse is finite
 
 

@@ -22,8 +22,8 @@ def test_kernel_in_the_interpreter(tokens, depth, offset, added):
 def test_what_is_not_supported():
     x = jnp.ones((4, 64), jnp.bfloat16)
     interpret, how = plgpu.InterpretGPUParams(), {"eps": 1e-5}
-    with pytest.raises(NotImplementedError, match="norms of 8208 numbers: the kernel takes up to 8192"):
-        fp8.normed_tokens(jnp.ones((4, 8208)), jnp.ones(8208), interpret=interpret, **how)
+    with pytest.raises(NotImplementedError, match="norms of 16400 numbers: the kernel takes up to 16384"):
+        fp8.normed_tokens(jnp.ones((4, 16400)), jnp.ones(16400), interpret=interpret, **how)
     with pytest.raises(
         NotImplementedError, match="norms of bfloat16 with weights of float32: the kernel takes one"
     ):

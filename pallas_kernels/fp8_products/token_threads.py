@@ -1,5 +1,6 @@
-"""A warp that brings a token into FP8, within `inline_mgpu`: eight bfloat16s of a thread at a time, two in a word."""
+"""A CTA that brings a token into FP8, within `inline_mgpu`: eight bfloat16s of a thread at a time, two in a word."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ from pallas_kernels import row_loads as ops
 from pallas_kernels.fp8_products.tokens import LARGEST, LEAST, RUN
 from pallas_kernels.left_operand import constant as bits
 
-WARPS = 4  # of a CTA, a token each
-LANES = 32
+WARPS = 4
+THREADS = 32 * WARPS
 OWN = RUN // 2  # numbers of a thread that lie side by side; those of the next thread follow
-STEP = LANES * OWN  # numbers of a warp at a time
+STEP = THREADS * OWN  # numbers of a token at a time
 AT_ONCE = 8  # steps whose loads are under way together
 
 # In PTX, where a word's numbers in float32 last as long as an operation: LLVM would keep them for the next one.
@@ -42,23 +43,22 @@ mov.b32 $0, {{low, high}};
 }}"""
 
 
-class TokenWarp:
-    """A warp of those that have a token each, from the `first` of their CTA on.
+class TokenThreads:
+    """Of the CTA of a row: its token, or of rows beyond it the last token. Threads beyond its end take its last numbers.
 
-    Warps beyond the last token take that one again, threads beyond its end its last numbers.
+    `shared`: f32[WARPS] of shared memory.
     """
 
-    def __init__(self, first: ir.Value, tokens: int, depth: int) -> None:
+    def __init__(self, row: ir.Value, tokens: int, depth: int, shared: ir.Value) -> None:
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self._pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(16))
-        self.depth = depth
+        self.depth, self._shared = depth, shared
         i64 = ir.IntegerType.get_signless(64)
-        thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(WARPS * LANES))
-        self._lane = arith.remui(thread, ops.constant(LANES))
-        self._row = arith.addi(first, arith.divui(thread, ops.constant(LANES)))
+        self._thread = arith.remui(arith.extui(i64, mgpu_utils.thread_idx()), ops.constant(THREADS))
+        self._row = row
         self._token = arith.minui(self._row, ops.constant(tokens - 1))
         self.has_token = arith.cmpi(arith.CmpIPredicate.ult, self._row, ops.constant(tokens))
-        half = arith.remui(self._lane, ops.constant(2))
+        half = arith.remui(self._thread, ops.constant(2))
         self._last = arith.addi(arith.muli(half, ops.constant(OWN)), ops.constant(depth - RUN))
         self._even = arith.cmpi(arith.CmpIPredicate.eq, half, ops.constant(0))
         # Of the codes that a thread keeps and those that its neighbour gives it: the second half of a run comes first.
@@ -81,7 +81,7 @@ class TokenWarp:
         return [vector.extract(loaded, dynamic_position=[], static_position=[n]) for n in range(4)]
 
     def store(self, ref: ir.Value, step: int, words: Sequence[ir.Value], element: Any = None) -> None:
-        """A thread's words, to the warp's row of [rows, depth] of `element`, by default bfloat16."""
+        """A thread's words, to the row of [rows, depth] of `element`, by default bfloat16."""
         values = vector.from_elements(ir.VectorType.get((len(words),), self._i32), words)
         at = self._at(ref, self._row, step, element or ir.BF16Type.get())
         llvm.store(values, at, alignment=4 * len(words))
@@ -100,18 +100,18 @@ class TokenWarp:
         self.store(ref, step, ordered, ir.IntegerType.get_signless(8))
 
     def store_scale(self, ref: ir.Value, scale: ir.Value, rows: int) -> None:
-        """In the place of the warp's row; the one of the last of all `rows` fills those beyond, too."""
+        """In the row's place; the one of the last of all `rows` fills those beyond, too."""
         (scales,) = ir.MemRefType(ref.type).shape
 
         def store(at: ir.Value) -> None:
             llvm.store(scale, mgpu_utils.getelementptr(ops.pointer_of(ref), [at], self._f32))
 
-        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, self._lane, ops.constant(0))):
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, self._thread, ops.constant(0))):
             store(self._row)
         if scales > rows:
             with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.eq, self._row, ops.constant(rows - 1))):
-                for start in range(rows, scales, LANES):
-                    at = arith.addi(self._lane, ops.constant(start))
+                for start in range(rows, scales, THREADS):
+                    at = arith.addi(self._thread, ops.constant(start))
                     store(arith.minui(at, ops.constant(scales - 1)))
 
     def _at(self, ref: ir.Value, row: ir.Value, step: int, element: Any) -> ir.Value:
@@ -122,7 +122,7 @@ class TokenWarp:
         return mgpu_utils.getelementptr(start, [own], element)
 
     def _own(self, step: int) -> ir.Value:
-        return arith.addi(arith.muli(self._lane, ops.constant(OWN)), ops.constant(step * STEP))
+        return arith.addi(arith.muli(self._thread, ops.constant(OWN)), ops.constant(step * STEP))
 
     # --- numbers --------------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,19 @@ class TokenWarp:
         """Of all threads' float32s."""
         for distance in (1, 2, 4, 8, 16):
             value = arith.addf(value, mgpu_utils.shfl_bfly(value, distance))
-        return value
+        return functools.reduce(arith.addf, self._of_warps(value))
+
+    def _of_warps(self, value: ir.Value) -> list[ir.Value]:
+        """The float32s that the warps have, each the same one in all its threads."""
+
+        def place(warp: ir.Value) -> ir.Value:
+            return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(self._shared), [warp], self._f32)
+
+        llvm.store(value, place(arith.divui(self._thread, ops.constant(THREADS // WARPS))))
+        mgpu_utils.warpgroup_barrier()
+        values = [llvm.load(self._f32, place(ops.constant(n))) for n in range(WARPS)]
+        mgpu_utils.warpgroup_barrier()  # all have read
+        return values
 
     def divided(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Exactly rounded, unlike the division that Mosaic makes."""
@@ -190,6 +202,8 @@ class TokenWarp:
         top = arith.maxui(arith.shli(both, bits(16)), arith.andi(both, bits(0xFFFF0000)))
         for distance in (1, 2, 4, 8, 16):
             top = arith.maxui(top, mgpu_utils.shfl_bfly(top, distance))
+        tops = self._of_warps(arith.bitcast(self._f32, top))
+        top = functools.reduce(arith.maxui, [arith.bitcast(self._i32, each) for each in tops])
         top = arith.bitcast(self._f32, arith.maxui(top, arith.bitcast(self._i32, self.f32(LEAST))))
         scale = arith.mulf(top, self.f32(1 / LARGEST))
         return scale, self.divided(self.f32(1.0), scale)
