@@ -7,6 +7,8 @@
   python -m benchmarks.decode_step --shape llama-3.1-70b --fp8 --devices 2 --pool-gib 16
   python -m benchmarks.decode_step --bytes         with pages of bytes too: `times as fast` as in bfloat16
   python -m benchmarks.decode_step --fp8           with FP8 weights, whose bytes are what the floor counts then
+  python -m benchmarks.decode_step --fp8 dynamic --wide-tokens --layers 8 --cases 4 1
+                                                   and tokens where they are many: `times as long` in bfloat16
   python -m benchmarks.decode_step --drafts 3      with three drafts of each request verified too: `times as long` as without
   python -m benchmarks.decode_step --xla-products --cases 1 4 --pool-gib 36
                                                    with XLA's products alone, too: `times as long` as with our kernels
@@ -37,7 +39,7 @@ import numpy as np
 import tangram_jax as tj
 from benchmarks.decode_ways import PRODUCTS, WAYS, on_any_gpu
 from benchmarks.gpu_timing import read_roof, temporary_bytes, trace_kernels
-from benchmarks.options import add_heads_per_page
+from benchmarks.options import add_fp8, add_heads_per_page
 from benchmarks.shapes import LLAMA_8B, SHAPES
 from models.config import ModelConfig
 from models.fp8_weights import quantised, with_fp8_weights
@@ -198,7 +200,7 @@ def measure(
         "retention": retention,
         "heads_per_page": heads,
         "kept": round(plan.retention(tokens), 3),
-        "weights": "fp8" if config.weights_fp8 else "bfloat16",
+        "weights": "fp8" * config.weights_fp8 + "-dynamic" * config.activations_fp8 or "bfloat16",
         "drafts": drafts,
         "pages": "bytes" if byte_pages.is_bytes(dtype) else jnp.dtype(dtype).name,
         "ms": round(took * 1e3, 3),
@@ -266,7 +268,7 @@ def main() -> None:
         help="all-reduces by NCCL, as over other numbers of GPUs than two and four",
     )
     parser.add_argument("--bytes", action="store_true", help="each case with pages of bytes after it")
-    parser.add_argument("--fp8", action="store_true", help="the products' weights in FP8")
+    add_fp8(parser)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, by kernel")
     parser.add_argument("--out", help="write the rows to this JSON file")
     for name, (_, text) in WAYS.items():
@@ -280,7 +282,7 @@ def main() -> None:
         parser.error(f"--{chosen[0]} is compared with nothing else: leave out --drafts and --bytes")
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
-        config = with_fp8_weights(config)
+        config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")
     roof = read_roof() * 1e9
     print(
         f"{jax.devices()[0].device_kind}: read roof {roof / 1e12:.2f} TB/s, {config.name}, {config.num_layers} layers",

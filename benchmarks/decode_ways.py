@@ -14,6 +14,7 @@ from pallas_kernels import (
     decode_layer,
     dense_products,
     expert_products,
+    fp8_products,
     layer_products,
     ragged_decode,
     read_once,
@@ -84,6 +85,10 @@ WAYS: dict[str, tuple[Any, str]] = {  # to compare with, by the options' names
     "norms-apart": (
         partial(patched, (dense_products.Tuning, "leaves_squares", lambda *_: False)),
         "with residuals and norms as kernels of their own between products of some dozens of tokens",
+    ),
+    "wide-tokens": (
+        partial(patched, (fp8_products, "LEAST_NARROW", 1 << 30)),
+        "with tokens in bfloat16, where --fp8 dynamic has them in FP8",
     ),
     "dispatch-apart": (
         partial(patched, (expert_products, "check_dispatch", no_kernel)),

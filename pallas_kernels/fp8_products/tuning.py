@@ -16,7 +16,7 @@ SPLITS = (2, 4)  # of the depth; clusters of four leave some SMs without work,
 SHARE_OF_FOUR = 0.85  # so they have fewer CTAs at once
 MOST_SPLIT = 256  # tokens: beyond, a token's results are the same bits however many there are
 FIXED = 64  # of a unit's time, in tokens, what does not grow with them: blocks of 256 are 1.2 times as fast as of 128
-LEAST_NARROW = 256  # tokens that are worth being made FP8 too
+LEAST_NARROW = 65  # tokens that are worth being made FP8 too: up to 64 may have a layer's kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

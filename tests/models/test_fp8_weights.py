@@ -105,7 +105,7 @@ def test_products_are_within_half_a_code_of_every_weight(seed, size, spread):
 def test_many_tokens_become_fp8_too_where_that_is_asked_for():
     """Each by itself: padding, and what is not finite, changes none of the others."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((256, 64)), jnp.float32).at[5, 3].set(jnp.nan)
+    x = jnp.asarray(rng.standard_normal((fp8.LEAST_NARROW, 64)), jnp.float32).at[5, 3].set(jnp.nan)
     weights = quantised(
         rng.standard_normal((64, 128)).astype(np.float32), ParamSpec((64, 128), (None,) * 2, 64)
     )
@@ -115,7 +115,7 @@ def test_many_tokens_become_fp8_too_where_that_is_asked_for():
     error = np.delete(np.asarray(narrow - exact), 5, axis=0)
     assert 0.01 < np.linalg.norm(error) / np.linalg.norm(np.delete(np.asarray(exact), 5, axis=0)) < 0.05
     np.testing.assert_array_equal(product(x.at[5].set(9.0), weights, (128,), dynamic)[:5], narrow[:5])
-    np.testing.assert_array_equal(product(x[:255], weights, (128,), dynamic), exact[:255])
+    np.testing.assert_array_equal(product(x[:-1], weights, (128,), dynamic), exact[:-1])
 
 
 def test_a_hopper_gpu_has_a_kernel_for_bfloat16(monkeypatch, caplog):
