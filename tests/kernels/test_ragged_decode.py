@@ -1,5 +1,7 @@
 """Ragged decode on the CPU: the reference, the plan, and the kernel under the interpreter."""
 
+from functools import partial
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from pallas_kernels.ragged_decode.mosaic_gpu import ragged_decode_mosaic_gpu
 from tests.kernels.ragged_cases import Case, make_case, relative_error
 from tests.one_program import in_one
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = [
     {},
     {"soft_cap": 20.0},
@@ -186,7 +189,7 @@ def test_plans_of_many_layers_are_the_layers_plans():
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.of_layer(name))
 
 
-@pytest.mark.parametrize("options", [OPTIONS[0], *OPTIONS[3:]], ids=str)
+@pytest.mark.parametrize("options", [SLOW(OPTIONS[0]), SLOW(OPTIONS[3]), *OPTIONS[4:]], ids=str)
 def test_kernel_in_the_interpreter(options):
     case = make_case([[70, 0, 130], [33, 1, 33]], group=4, head_dim=64, dtype=jnp.bfloat16, **options)
     check_interpreted(case, num_shares=4)
@@ -195,7 +198,7 @@ def test_kernel_in_the_interpreter(options):
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param({"group": 16, "head_dim": 64, "page_size": 16}, marks=pytest.mark.slow),
+        SLOW({"group": 16, "head_dim": 64, "page_size": 16}),
         {"group": 32, "head_dim": 64, "page_size": 64},
         {"group": 1, "head_dim": 256, "page_size": 64, "dtype": jnp.float16},
         {"group": 5, "head_dim": 128, "page_size": 128},
@@ -209,7 +212,7 @@ def test_shapes_in_the_interpreter(shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"head_dim": 64, "page_size": 128, "soft_cap": 20.0, "sinks": True, "new": True},
+        SLOW({"head_dim": 64, "page_size": 128, "soft_cap": 20.0, "sinks": True, "new": True}),
         {"head_dim": 128, "page_size": 16, "dtype": jnp.float16, "group": 9},
         {"head_dim": 256, "page_size": 64, "skip": [5, 15], "new": True},
     ],
@@ -222,20 +225,12 @@ def test_byte_pages_in_the_interpreter(shape):
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
-        pytest.param(
-            [[300, 129], [64, 65]], {"tokens": 2, "group": 3, "sinks": True}, marks=pytest.mark.slow
-        ),
+        SLOW([[300, 129], [64, 65]], {"tokens": 2, "group": 3, "sinks": True}),
         ([[70, 0, 130], [0, 0, 0], [33, 1, 33]], {"tokens": 4, "soft_cap": 20.0}),
-        ([[700, 9]], {"tokens": 8, "group": 1, "head_dim": 64, "sinks": True}),
-        ([[300, 129], [0, 65]], {"tokens": 4, "group": 2, "head_dim": 256, "page_size": 64}),
-        pytest.param(
-            [[300, 129], [0, 65]], {"tokens": 8, "head_dim": 64, "dtype": jnp.float16}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            [[300, 0], [64, 65]],
-            {"tokens": 4, "group": 2, "page_size": 64, "packed": True},
-            marks=pytest.mark.slow,
-        ),
+        SLOW([[700, 9]], {"tokens": 8, "group": 1, "head_dim": 64, "sinks": True}),
+        SLOW([[300, 129], [0, 65]], {"tokens": 4, "group": 2, "head_dim": 256, "page_size": 64}),
+        SLOW([[300, 129], [0, 65]], {"tokens": 8, "head_dim": 64, "dtype": jnp.float16}),
+        SLOW([[300, 0], [64, 65]], {"tokens": 4, "group": 2, "page_size": 64, "packed": True}),
         ([[300, 129], [64, 65]], {"tokens": 3, "group": 4, "head_dim": 256, "packed": True, "sinks": True}),
         ([[300, 129], [64, 65]], {"tokens": 3, "head_dim": 64, "skip": [5, 15]}),
     ],
@@ -246,7 +241,7 @@ def test_several_tokens_in_the_interpreter(lengths, shape):
     check_interpreted(make_case(lengths, **shape), num_shares=3)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["float16", "bytes"])
+@pytest.mark.parametrize("packed", [SLOW(False), True], ids=["float16", "bytes"])
 def test_new_tokens_of_far_more_weight_in_the_interpreter(packed):
     """Some 2^40 times that of an entry, but no value: the output is that of the entries, weighed in float16."""
     case = make_case([[300, 64]], tokens=2, group=2, head_dim=64, dtype=jnp.float16, packed=packed)
@@ -261,7 +256,7 @@ def test_several_tokens_need_their_keys_and_values():
         rd.ragged_decode(case.q, case.pool, plan_of(case), scale=0.1, tokens=2)
 
 
-@pytest.mark.parametrize("page_size", [32, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page_size", [32, SLOW(128)])
 def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     """One share, so that every slot has been full before; pages a quarter, a half, three quarters and wholly full."""
     part = page_size // 4
@@ -269,9 +264,8 @@ def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     check_interpreted(make_case(lengths, head_dim=64, page_size=page_size), num_shares=1)
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param({"splits": 2}, marks=pytest.mark.slow), {"splits": [1, 3]}], ids=str
-)
+@pytest.mark.slow  # `test_borders_of_the_caller_in_the_interpreter` has both kinds of items by default
+@pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}], ids=str)
 def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
 
@@ -282,7 +276,7 @@ def test_borders_of_the_caller_in_the_interpreter():
     check_interpreted(case, borders=jnp.asarray([[0, 1, 10, 10, 15, 17]]), unit=32)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [16, SLOW(64)])
 def test_windows_that_begin_within_a_page_in_the_interpreter(page_size):
     """Cut items too: only the first piece of a head has entries out of sight."""
     case = make_case([[300, 129], [64, 65]], head_dim=64, page_size=page_size, skip=[5, 15], new=True)
@@ -364,15 +358,15 @@ def test_layers_share_one_kernel_text():
 @pytest.mark.parametrize(
     ("head_dim", "group", "page_size", "options"),
     [
-        pytest.param(64, 1, 16, {}, marks=pytest.mark.slow),
-        pytest.param(64, 16, 128, {"soft_cap": 20.0, "new": True}, marks=pytest.mark.slow),
-        pytest.param(256, 1, 128, {"sinks": True}, marks=pytest.mark.slow),
-        pytest.param(256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}, marks=pytest.mark.slow),
+        SLOW(64, 1, 16, {}),
+        SLOW(64, 16, 128, {"soft_cap": 20.0, "new": True}),
+        SLOW(256, 1, 128, {"sinks": True}),
+        SLOW(256, 16, 16, {"soft_cap": 20.0, "sinks": True, "new": True}),
         (64, 8, 64, {"sinks": True, "new": True}),  # GPT-OSS
         (256, 2, 64, {"new": True, "skip": [5, 0]}),  # Gemma 3
-        (256, 16, 64, {"packed": True, "new": True}),
-        pytest.param(64, 8, 64, {"sinks": True, "tokens": 4}, marks=pytest.mark.slow),
-        pytest.param(256, 2, 64, {"tokens": 8}, marks=pytest.mark.slow),
+        SLOW(256, 16, 64, {"packed": True, "new": True}),
+        SLOW(64, 8, 64, {"sinks": True, "tokens": 4}),
+        SLOW(256, 2, 64, {"tokens": 8}),
         (128, 3, 16, {"packed": True, "tokens": 5, "soft_cap": 20.0, "skip": [5, 0]}),
     ],
     ids=str,
@@ -389,7 +383,7 @@ def test_lowers_for_a_gpu(head_dim, group, page_size, options):
     assert "kernel_hash" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, SLOW(True)])
 def test_three_tokens_of_eight_heads_of_64_lower(packed):
     """24 x 64 numbers are no multiple of eight slices: it was refused while it was traced."""
     case = make_case([[3000, 129]], head_dim=64, group=8, tokens=3, packed=packed)
