@@ -210,6 +210,7 @@ def check_interpreted(case: Case, tuning: cp.Tuning | None = None) -> None:
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.slow  # by default others have a soft cap, or a window
 def test_kernel_in_the_interpreter():
     check_interpreted(make_case([[70, 0]], 24, group=4, head_dim=64, soft_cap=20.0, window=9))
 
@@ -217,13 +218,11 @@ def test_kernel_in_the_interpreter():
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(
-            {"group": 3, "head_dim": 64, "page_size": 16, "heads_per_page": 1}, marks=pytest.mark.slow
-        ),
+        SLOW({"group": 3, "head_dim": 64, "page_size": 16, "heads_per_page": 1}),
         SLOW({"group": 2, "head_dim": 256, "page_size": 128, "dtype": jnp.float16}),
-        {"group": 2, "head_dim": 128, "page_size": 32, "dtype": jnp.float16},
-        pytest.param({"group": 16, "head_dim": 128, "page_size": 32}, marks=pytest.mark.slow),
-        pytest.param({"group": 11, "head_dim": 128, "page_size": 64}, marks=pytest.mark.slow),
+        {"group": 2, "head_dim": 128, "page_size": 32, "dtype": jnp.float16, "soft_cap": 20.0},
+        SLOW({"group": 16, "head_dim": 128, "page_size": 32}),
+        SLOW({"group": 11, "head_dim": 128, "page_size": 64}),
     ],
     ids=str,
 )
