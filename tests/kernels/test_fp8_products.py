@@ -1,6 +1,7 @@
 """Products with FP8 weights on the CPU: packing, the reference, and the kernel under the interpreter."""
 
 import itertools
+from functools import partial
 from unittest import mock
 
 import jax
@@ -22,6 +23,7 @@ from tests.kernels.expert_cases import relative_error
 from tests.kernels.fp8_cases import codes_in_bytes, odd_tokens
 from tests.one_program import in_one
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 RNG = np.random.default_rng(0)
 
 
@@ -73,8 +75,8 @@ def test_random_weights_have_the_deviation():
         pytest.param(16, 192, 256, {"rows": 16, "splits": 2}, marks=pytest.mark.slow),
         pytest.param(40, 256, 128, {"rows": 32, "warpgroups": 2}, marks=pytest.mark.slow),
         (9, 192, 384, {"rows": 8, "warpgroups": 3, "splits": 3, "per_sm": 2}),
-        (24, 64, 128, {"rows": 64}),
-        (24, 128, 256, {"rows": 16, "splits": 2}),
+        SLOW(24, 64, 128, {"rows": 64}),
+        SLOW(24, 128, 256, {"rows": 16, "splits": 2}),
         pytest.param(130, 64, 128, {"rows": 72, "deep": 1}, marks=pytest.mark.slow),
         (364, 128, 128, {"rows": 264, "warpgroups": 2, "deep": 1}),
         (40, 128, 320, {"rows": 32, "warpgroups": 2, "deep": 1}),
@@ -113,10 +115,10 @@ def test_kernel_in_the_interpreter(tokens, columns, depth, options):
     ("tokens", "columns", "depth", "options"),
     [
         (5, 128, 192, {"rows": 8, "deep": 1}),
-        (40, 128, 256, {"rows": 32, "warpgroups": 2, "deep": 2}),
-        (16, 64, 512, {"rows": 16, "splits": 2, "deep": 4}),
+        SLOW(40, 128, 256, {"rows": 32, "warpgroups": 2, "deep": 2}),
+        SLOW(16, 64, 512, {"rows": 16, "splits": 2, "deep": 4}),
         pytest.param(78, 64, 128, {"rows": 40, "deep": 2}, marks=pytest.mark.slow),
-        (524, 64, 256, {"rows": 264, "deep": 2}),
+        SLOW(524, 64, 256, {"rows": 264, "deep": 2}),
         (304, 128, 192, {"rows": 304, "warpgroups": 2, "deep": 1}),
         (64, 128, 512, {"rows": 64, "warpgroups": 2, "deep": 2}),
         (70, 64, 384, {"rows": 40, "deep": 2, "stores": 2}),
@@ -150,17 +152,24 @@ def test_kernel_for_tokens_in_fp8_in_the_interpreter(tokens, columns, depth, opt
     assert not gpu_callbacks.get_races().races_found
 
 
-@pytest.mark.parametrize("gate", ["silu", pytest.param("gelu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("gate", ["silu", SLOW("gelu")])
 @pytest.mark.parametrize(
-    ("tokens", "inner", "options"),
+    ("tokens", "inner", "options", "narrow"),
     [
-        pytest.param(40, 192, {"rows": 32, "warpgroups": 2}, marks=pytest.mark.slow),
-        (70, 128, {"rows": 40, "warpgroups": 2}),
-        (264, 64, {"rows": 264, "warpgroups": 2, "stores": 2}),
-        (20, 64, {"rows": 16}),
+        SLOW(40, 192, {"rows": 32, "warpgroups": 2}, False),
+        SLOW(40, 192, {"rows": 32, "warpgroups": 2}, True),
+        (70, 128, {"rows": 40, "warpgroups": 2}, False),
+        SLOW(70, 128, {"rows": 40, "warpgroups": 2}, True),
+        SLOW(264, 64, {"rows": 264, "warpgroups": 2, "stores": 2}, False),
+        (264, 64, {"rows": 264, "warpgroups": 2, "stores": 2}, True),
+        SLOW(20, 64, {"rows": 16}, False),
+        (20, 64, {"rows": 16}, True),
     ],
-    ids=["two blocks", "odd width", "two parts", "one warpgroup: by XLA"],
+    ids=[
+        f"{what}, {of}"
+        for what in ("two blocks", "odd width", "two parts", "one warpgroup: by XLA")
+        for of in ("bfloat16", "FP8")
+    ],
 )
 def test_gated_products_in_the_interpreter(tokens, inner, options, narrow, gate):
     """What the plain product gives, with the gates after it."""
@@ -202,7 +211,7 @@ def test_tokens_in_fp8_in_the_interpreter(tokens):
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(13, {"rows": 8}), (40, {"rows": 16}), (19, {"rows": 8, "splits": 2}), (523, {"rows": 264})],
+    [(13, {"rows": 8}), SLOW(40, {"rows": 16}), (19, {"rows": 8, "splits": 2}), SLOW(523, {"rows": 264})],
     ids=["odd", "part of a block", "split", "two parts"],
 )
 def test_products_of_what_was_quantised_in_the_interpreter(tokens, options):
