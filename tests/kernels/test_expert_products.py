@@ -1,6 +1,7 @@
 """Products with the weights of experts on the CPU: the plan, the reference, and the kernel under the interpreter."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -29,7 +30,9 @@ from tests.kernels.expert_cases import Case, make_case, random_rows, relative_er
 from tests.one_program import in_one
 
 plan_experts = jax.jit(ep.plan_experts, static_argnums=(1, 2))
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 PACKED = {"packed": "mxfp4", "like_gpt_oss": True}
+DIRECT = {"bfloat16": {}, "packed, shared experts": PACKED | {"busy": 3}, "FP8": {"packed": "fp8", "busy": 3}}
 
 
 @settings(max_examples=20)
@@ -73,6 +76,7 @@ def test_plans_of_64_bits_are_of_32():
             }
 
 
+@settings(max_examples=25)
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(1, 3))
 def test_direct_plan(there, per_token):
     """Every row of a token that is there is a block, at its place, and there are no others."""
@@ -96,10 +100,20 @@ def plan_of(case: Case, block: int) -> ep.ExpertPlan:
     return plan._replace(block=block)
 
 
-@pytest.mark.parametrize("block", [8, 64])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"busy": 3}, {"like_gpt_oss": True}, {"packed": "mxfp4"}, {"packed": "fp8", "like_gpt_oss": True}],
+    ("block", "options"),
+    [
+        (8, {}),
+        SLOW(64, {}),
+        SLOW(8, {"busy": 3}),
+        (64, {"busy": 3}),
+        (8, {"like_gpt_oss": True}),
+        SLOW(64, {"like_gpt_oss": True}),
+        SLOW(8, {"packed": "mxfp4"}),
+        (64, {"packed": "mxfp4"}),
+        (8, {"packed": "fp8", "like_gpt_oss": True}),
+        SLOW(64, {"packed": "fp8", "like_gpt_oss": True}),
+    ],
     ids=str,
 )
 def test_reference(block, options):
@@ -127,7 +141,7 @@ def test_reference_of_a_direct_plan(options):
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (100, 2, 3, 128, 128), {}),
         (dataclasses.replace(MANY, num_ctas=3, stages=2), (40, 2, 3, 128, 128), {"like_gpt_oss": True}),
         (dataclasses.replace(PACKED_FEW, num_ctas=2), (5, 2, 4, 192, 128), PACKED),
-        (dataclasses.replace(PACKED_FEW, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
+        SLOW(dataclasses.replace(PACKED_FEW, num_ctas=2, deep=1), (3, 2, 4, 192, 320), PACKED),
         pytest.param(
             dataclasses.replace(PACKED_MORE, num_ctas=2), (40, 2, 3, 128, 128), PACKED, marks=pytest.mark.slow
         ),
@@ -178,7 +192,7 @@ def test_kernel_in_the_interpreter(tuning, sizes, options):
     ("changes", "sizes", "options"),
     [
         ({}, (150, 2, 3, 256, 128), {}),
-        ({"rows": 64}, (70, 2, 3, 384, 128), {"like_gpt_oss": True}),
+        SLOW({"rows": 64}, (70, 2, 3, 384, 128), {"like_gpt_oss": True}),
         pytest.param(
             {"rows": 64, "warpgroups": 1, "deep": 4},
             (40, 2, 3, 192, 256),
@@ -203,23 +217,18 @@ def test_kernel_for_rows_in_fp8_in_the_interpreter(changes, sizes, options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, PACKED | {"busy": 3}, {"packed": "fp8", "busy": 3}],
-    ids=["bfloat16", "packed, shared experts", "FP8"],
-)
-@pytest.mark.parametrize(
-    "there",
+    ("there", "kind"),
     [
-        pytest.param([True], marks=pytest.mark.slow),
-        pytest.param([True, False], marks=pytest.mark.slow),
-        pytest.param([False, True, True], marks=pytest.mark.slow),
-        [True, False, True, True],
-        [False] * 2,
+        *(([True, False, True, True], kind) for kind in DIRECT),
+        *(([False] * 2, kind) for kind in ("bfloat16", "FP8")),
+        SLOW([False] * 2, "packed, shared experts"),
+        *(SLOW(there, kind) for there in ([True], [True, False], [False, True, True]) for kind in DIRECT),
     ],
     ids=str,
 )
-def test_kernel_of_a_direct_plan_in_the_interpreter(there, options):
+def test_kernel_of_a_direct_plan_in_the_interpreter(there, kind):
     """Also of tokens between which some are not there, and of experts that several tokens have."""
+    options = DIRECT[kind]
     tuning = dataclasses.replace(PACKED_FEW if options else FEW, num_ctas=3)
     case = make_case(len(there), 2, 5, 192, 128, dtype=jnp.float16, **options)
     there = np.array(there)
@@ -294,7 +303,7 @@ def test_what_is_not_supported():
 
 def test_a_plan_for_other_blocks_is_refused():
     case = make_case(4, 1, 2, dtype=jnp.float16)
-    plan = ep.plan_experts(jnp.asarray(case.experts), 2, 8)
+    plan = plan_of(case, 8)
     with pytest.raises(ValueError, match="a plan for blocks of 8 rows, expected 64"):
         expert_products_mosaic_gpu(case.x[plan.token], case.gate_up, plan, tuning=FEW)
     case = make_case(4, 1, 2, dtype=jnp.bfloat16, packed="mxfp4")
