@@ -1,6 +1,7 @@
 """A layer's products as one kernel on the CPU: how they are cut, and the kernel under the interpreter, by products."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -28,6 +29,7 @@ SHAPE = {
     "small": SHAPES["llama-3.2-3b"],
     "more": SHAPES["qwen2.5-7b"],
 }
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 FEW = lp.Tuning(ctas=4, weight_slots=4, token_slots=2)
 NARROW = lp.Tuning(ctas=8, weight_slots=4, token_slots=4, narrow_gates=True)
 TILES = dataclasses.replace(NARROW, by_tile=True)
@@ -50,7 +52,9 @@ COLUMNS = {name: columns_of(config) for name, config in SHAPE.items()}
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True)),
         (Case(5, 640, 256, 512, 384, fp8=True), dataclasses.replace(FEW, fp8=True, by_tile=True, by_warp=True)),
         (Case(5, 256, 512, 1152, 384), MORE),
-        (Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True)),
+        pytest.param(
+            Case(5, 256, 512, 1152, 384), dataclasses.replace(MORE, by_tile=True), marks=pytest.mark.slow
+        ),
         pytest.param(
             Case(5, 256, 512, 1280, 0, fp8=True), dataclasses.replace(MORE, fp8=True), marks=pytest.mark.slow
         ),
@@ -77,10 +81,11 @@ def test_every_step_is_one_ctas(name):
     for phase in phases:
         assert phase.ctas <= tuning.ctas
         seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
+        shares = Share.of(phase, np.arange(tuning.ctas, dtype=np.int32), tuning.ctas)
+        tile, first, steps = (np.asarray(each) for each in (shares.tile, shares.first, shares.steps))
+        np.testing.assert_array_equal(shares.active, steps > 0)
         for cta in range(tuning.ctas):
-            share = Share.of(phase, jnp.int32(cta), tuning.ctas)
-            assert bool(share.active) == (int(share.steps) > 0)
-            seen[int(share.tile), int(share.first) : int(share.first) + int(share.steps)] += 1
+            seen[tile[cta], first[cta] : first[cta] + steps[cta]] += 1
         assert (seen == 1).all()
     gates = [phase for phase in phases if phase.weights == "gate_up"]
     read = [
@@ -201,7 +206,7 @@ def test_what_has_no_kernel_is_said():
         )
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 32, 96])
+@pytest.mark.parametrize("tokens", [SLOW(1), 7, SLOW(32), 96])
 def test_layers_share_one_kernel_text(tokens):
     arrays = jax.eval_shape(lambda: Case(tokens, *COLUMNS["llama"]).arrays(zeros=True))
     assert count_kernels(arrays, 3) == 1
@@ -216,7 +221,7 @@ def test_layers_share_one_kernel_text(tokens):
         ({"qkv_bias": True}, 64),
         ({"weights_fp8": True}, 40),
         (MIXTURE, 1),
-        (MIXTURE | {"normalize_experts": False}, 1),
+        SLOW(MIXTURE | {"normalize_experts": False}, 1),
     ],
     ids=str,
 )
@@ -309,8 +314,11 @@ def random_norms(params):
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "fp8"),
-    [("H100", tokens, False) for tokens in (8, 64, 72, 80, 88, 104, 128)]
-    + [("H200", tokens, True) for tokens in (8, 48)],
+    [
+        *(("H100", tokens, False) for tokens in (64, 88)),
+        *(SLOW("H100", tokens, False) for tokens in (8, 72, 80, 104, 128)),
+        *(("H200", tokens, True) for tokens in (8, 48)),
+    ],
 )
 def test_what_is_tuned_for_fits_into_shared_memory(kind, tokens, fp8):
     """Behind 80, 88 and 104 tokens matrix instructions read on, which had no room; with FP8 weights there are sums."""
