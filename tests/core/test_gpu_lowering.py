@@ -17,6 +17,7 @@ from models.testing import random_params, tiny_config, tiny_gemma2_config, tiny_
 from pallas_kernels import chunk_prefill, fp8_products, keep, ragged_decode
 from tangram_jax import gpu_attention
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 16, "num_kv_heads": 4, "head_dim": 64}
 CONFIG = tiny_config(**SHAPE)
 GEMMA2 = tiny_gemma2_config(**SHAPE, sliding_layers=(0,))
@@ -102,8 +103,8 @@ def test_drafts_lower(hopper, caplog, dtype):
 @pytest.mark.parametrize(
     ("config", "scorer", "count"),
     [
-        pytest.param(CONFIG, "snapkv", 3, marks=pytest.mark.slow),
-        (CONFIG, "expected_attention", 4),
+        SLOW(CONFIG, "snapkv", 3),
+        SLOW(CONFIG, "expected_attention", 4),
         (GEMMA2, "snapkv", 5),
     ],
     ids=["sums", "moments", "windows"],
@@ -155,12 +156,12 @@ def test_products_of_some_dozens_of_tokens_lower(hopper, tokens, count):
     [
         (36, 1, 36),
         (45, 1, 48),
-        (64, 1, 64),
+        SLOW(64, 1, 64),
         (130, 1, 130),
         (12, 5, 80),
-        (25, 3, 96),
+        SLOW(25, 3, 96),
         (25, 5, 125),
-        (11, 4, 44 + 4),
+        SLOW(11, 4, 44 + 4),
     ],
 )
 def test_a_step_of_some_dozens_of_tokens_has_a_multiple_of_eight(hopper, slots, each, tokens):
