@@ -1,5 +1,6 @@
 """Drafts verified in one step: the same logits and the same cache as their tokens one by one."""
 
+from functools import cache as memo
 from functools import partial
 
 import jax
@@ -35,6 +36,7 @@ def run(params, config, plan, cache, chunk, decode):
     return tj.step(params, config, plan, SNAPKV, cache, chunk, decode)
 
 
+@memo
 def plan_of(config) -> tj.CachePlan:
     heads = (len(config.full_layers), config.num_kv_heads)
     ratios = np.random.default_rng(0).uniform(0.1, 0.9, (1, *heads)).astype(np.float32)
@@ -92,14 +94,14 @@ def test_drafts_equal_their_tokens_one_by_one(name):
 
 
 def test_what_was_wrong_is_taken_back():
-    config = CONFIGS["gemma"]
+    config = CONFIGS["gpt_oss"]
     plan = plan_of(config)
     params, cache = filled(config, plan)
     tokens = np.random.default_rng(9).integers(8, config.vocab_size, (3, 4)).astype(np.int32)
-    following = np.random.default_rng(8).integers(8, config.vocab_size, (3, 3)).astype(np.int32)
+    following = np.random.default_rng(8).integers(8, config.vocab_size, (3, 4)).astype(np.int32)
     right = np.array([2, 4, 1])  # tokens that stay
     _, want = one_by_one(params, config, plan, cache, tokens, right)
-    want, _ = one_by_one(params, config, plan, want, following, np.full(3, 3))
+    want, _ = one_by_one(params, config, plan, want, following, np.full(3, 4))
     rows = np.arange(3, dtype=np.int32)
     _, cache = run(params, config, plan, cache, None, tj.Decode(rows, tokens))
     # A row that does not exist is left out.
