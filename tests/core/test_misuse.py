@@ -46,7 +46,7 @@ def same(cache, kept):
 # --- pages that nobody reserved ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize("cluster", [pytest.param("layer", marks=pytest.mark.slow), "model"])
 def test_a_row_that_found_no_pages_is_left_out(cluster):
     """It would read the pages of others."""
     plan = plan_of("1.0", 2, 8, cluster)

@@ -166,7 +166,7 @@ def test_groups_of_several_layers_heads():
     rows.decode({1: 9})
 
 
-@pytest.mark.parametrize("longest", [16, 50])
+@pytest.mark.parametrize("longest", [16, pytest.param(50, marks=pytest.mark.slow)])
 def test_rows_shorter_than_a_ring_or_a_window(longest):
     plan = plan_of(4)
     assert plan.rings.slots > longest
@@ -264,7 +264,7 @@ def test_pages_are_what_the_plan_says(retention):
 
 
 def test_a_chunk_and_decode_tokens_share_a_step():
-    rows = Rows(plan_of())
+    rows = Rows(plan_of(32))
     rows.chunk(0, random_tokens(60))
     rows.chunk(2, random_tokens(40, 5))
     rows.tokens = {

@@ -162,10 +162,10 @@ def test_draw_has_the_right_distribution(scale):
     "params",
     [
         {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 20},
+        pytest.param({"temperature": 0.6, "top_k": 20}, marks=pytest.mark.slow),
         {"temperature": 1.5, "top_p": 0.8},
         {"temperature": 1.0, "min_p": 0.05, "top_k": 100, "top_p": 0.95},
-        {"temperature": 2.0, "top_k": 150, "top_p": 0.99},
+        pytest.param({"temperature": 2.0, "top_k": 150, "top_p": 0.99}, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_tokens_follow_the_filtered_distribution(params):

@@ -34,9 +34,13 @@ from tests.core.stepping import (
     random_tokens,
 )
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-@pytest.mark.parametrize("cluster", ["layer", "model", pytest.param("adjacent", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("page_size", "chunk"), [(8, 7), (64, 32)])
+
+@pytest.mark.parametrize(("cluster", "page_size", "chunk"), [
+    ("layer", 8, 7), ("model", 64, 32), SLOW("layer", 64, 32), SLOW("model", 8, 7), SLOW("adjacent", 8, 7),
+    SLOW("adjacent", 64, 32),
+])  # fmt: skip
 def test_full_retention_equals_dense_attention(cluster, page_size, chunk):
     tokens, generated = random_tokens(70), random_tokens(12, seed=1)
     want = dense_logits(CONFIG, np.concatenate([tokens, generated]))
@@ -75,7 +79,7 @@ def test_batched_decode_equals_each_request_alone():
             np.testing.assert_allclose(logits[row], out[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("scorer", ["snapkv", "kv_compress", "expected_attention", "keydiff"])
+@pytest.mark.parametrize("scorer", ["snapkv", SLOW("kv_compress"), "expected_attention", SLOW("keydiff")])
 def test_a_request_that_is_not_finite_stays_alone(scorer):
     """NaN times a masked weight of zero is NaN: none may lie in the pool, neither in others' pages nor in free ones."""
     plan, scorer = plan_of("ragged", 2, 8, min_entries=12), tj.get_scorer(scorer)
@@ -287,19 +291,16 @@ def test_what_is_done_to_a_number_of_no_row_does_nothing(number):
             np.testing.assert_array_equal(got, kept, err_msg=function.__name__)
 
 
-@pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), (3, 8), (4, 4)])
+@pytest.mark.parametrize(("tokens", "least"), [(1, 4), (3, 4), SLOW(3, 8), SLOW(4, 4)])
 def test_a_step_of_few_tokens_with_empty_slots_is_the_same_step(tokens, least, monkeypatch):
-    """As on a GPU: see `_missing_slots`."""
+    """As on a GPU: see `_missing_slots`. The last row has no page."""
     plan = plan_of("ragged", 2, 8, min_entries=12)
     cache = new_cache(plan)
     for row in range(tokens - 1):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(20), np.int32(4))
         _, cache = prefill(plan, cache, random_tokens(20, seed=row), 20, row=np.int32(row))
     apart = jax.tree.map(jnp.copy, cache)
-    given = {
-        "rows": np.arange(tokens, dtype=np.int32),
-        "tokens": random_tokens(tokens),
-    }  # the last row has no page
+    given = {"rows": np.arange(tokens, dtype=np.int32), "tokens": random_tokens(tokens)}
     want, cache = decode_step(PARAMS, CONFIG, plan, cache, **given)
     monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_slots", lambda *_: least - tokens)
     anew = functools.partial(tj.decode_step)  # a jit of the function itself finds its old trace
@@ -340,8 +341,7 @@ def test_empty_slots_beside_a_chunk_change_nothing(monkeypatch):
         monkeypatch.setattr(sys.modules["tangram_jax.step"], "_missing_slots", lambda *_, empty=empty: empty)
         _, cache = prefill(plan, cache, random_tokens(20), 20, row=np.int32(0))
         cache = tj.reserve(plan, cache, np.int32(1), np.int32(SLOTS), np.int32(4))
-        run = functools.partial(tj.step)  # traced anew
-        traced = jax.jit(run, static_argnums=(1, 2, 3))
+        traced = jax.jit(functools.partial(tj.step), static_argnums=(1, 2, 3))  # anew
         outs.append(traced(PARAMS, CONFIG, plan, SNAPKV, cache, chunk, decode))
     assert outs[0][0].shape == outs[1][0].shape == (3, CONFIG.vocab_size)
     for got, want in zip(jax.tree.leaves(outs[1]), jax.tree.leaves(outs[0]), strict=True):
