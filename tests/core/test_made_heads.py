@@ -15,7 +15,7 @@ from models.testing import random_params, tiny_config
 from pallas_kernels import byte_pages, decode_layer
 from pallas_kernels import ragged_decode as rd
 from tangram_jax.attention import DecodeAttention
-from tests.core.two_steps import GEMMA, SHAPE, random_weights, trace_other_steps, two_steps
+from tests.core.two_steps import GEMMA, SHAPE, after_prompts, random_weights, trace_other_steps, two_steps
 from tests.kernels.decode_layer_cases import heads_of
 from tests.kernels.ragged_cases import make_case
 from tests.kernels.test_layer_products import small_weights  # noqa: F401
@@ -51,9 +51,10 @@ def made(monkeypatch):
 def test_a_step_with_heads_made_is_the_same_step(request, changes):
     config = tiny_config(**SHAPE | changes)
     params = random_params(config) if config.weights_fp8 else random_weights(config)
-    expected, cache = two_steps(config, params)
+    before = after_prompts(config, params)
+    expected, cache = two_steps(config, params, *before)
     calls = request.getfixturevalue("made")
-    got, other = two_steps(config.replace(name="made"), params)
+    got, other = two_steps(config.replace(name="made"), params, *before)
     assert len(calls) == config.num_layers
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(other.pool, cache.pool, rtol=2e-4, atol=2e-4)
@@ -67,9 +68,9 @@ def test_steps_with_anything_else_have_theirs_made_for_them(made):
 
 @pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["layers' products as one kernel", "experts"])
 def test_steps_lower(changes, small_weights, monkeypatch, caplog):  # noqa: F811
-    config = tiny_config(**SHAPE | changes | {"head_dim": 128, "num_layers": 3})
+    config = tiny_config(**SHAPE | changes | {"head_dim": 128, "num_layers": 2})
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
-    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(3, config.num_kv_heads, 0.5), 2, 32)
+    plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, config.num_kv_heads, 0.5), 2, 32)
     cache = tj.init_cache(
         plan, config, num_pages=64, max_requests=4, max_tokens=256, max_tail=32, dtype=jnp.bfloat16
     )
@@ -85,7 +86,7 @@ def test_steps_lower(changes, small_weights, monkeypatch, caplog):  # noqa: F811
         text = jax.jit(step).trace(cache).lower(lowering_platforms=("cuda",)).as_text()
     columns = 2 * (4 + 2) * 128
     product, parts = (1, 4, columns), (1, 64, columns)
-    assert given == ([product] * 3 if changes else [product, parts, parts])
+    assert given == ([product] * 2 if changes else [product, parts])
     assert re.findall("kernel_hash = ", text) and not caplog.records
 
 

@@ -17,7 +17,7 @@ from pallas_kernels import layer_products as lp
 from pallas_kernels.layer_products import layer_products_reference
 from pallas_kernels.layer_products.tuning import TUNING
 from tangram_jax.attention import DecodeAttention
-from tests.core.two_steps import GEMMA, SHAPE, random_weights, trace_other_steps, two_steps
+from tests.core.two_steps import GEMMA, SHAPE, after_prompts, random_weights, trace_other_steps, two_steps
 
 
 @pytest.fixture
@@ -51,9 +51,10 @@ def test_a_step_of_whole_layers_is_the_same_step(request):
     changes = GEMMA | {"qkv_bias": True, "num_layers": 4, "sliding_layers": (0, 1, 3)}
     config = tiny_config(**SHAPE | changes)
     params = random_weights(config)
-    expected, cache = two_steps(config, params)
+    before = after_prompts(config, params)
+    expected, cache = two_steps(config, params, *before)
     calls = request.getfixturevalue("whole")
-    got, other = two_steps(config.replace(name="whole"), params)
+    got, other = two_steps(config.replace(name="whole"), params, *before)
     kinds = [list(layers) for layers in (config.full_layers, config.sliding_layers)]
     numbers = [next(of.index(i) for of in kinds if i in of) for i in range(config.num_layers)]
     assert calls == [(n, i + 1 == config.num_layers) for i, n in enumerate(numbers)]

@@ -23,21 +23,26 @@ def random_weights(config):
     )  # fmt: skip
 
 
-def two_steps(config, params):
-    """Logits of two decode steps of some requests after short prompts, and the cache."""
+def after_prompts(config, params):
+    """The plan, and the cache after short prompts of two requests."""
     profile = tj.BudgetProfile.uniform(len(config.full_layers), config.num_kv_heads, 1.0)
     sliding = tj.SlidingLayers.of(config, max_tail=8)
     plan = tj.CachePlan.build(profile, 2, 16, window=8, sliding=sliding)
     cache = tj.init_cache(plan, config, num_pages=400, max_requests=3, max_tokens=TOKENS + 8, max_tail=8)
-    rows = np.array([0, 2, 3], np.int32)  # there is no row 3
     prompt = np.arange(2 * TOKENS, dtype=np.int32) + 8
     chunk = jax.jit(tj.prefill_chunk, static_argnums=(1, 2), static_argnames="scorer")
-    step = jax.jit(tj.decode_step, static_argnums=(1, 2))
     for row in (0, 2):
         cache = tj.reserve(plan, cache, np.int32(row), np.int32(TOKENS), np.int32(8))
         tokens = prompt[row * TOKENS // 2 :][:TOKENS]
         given = {"row": np.int32(row), "tokens": tokens, "count": np.int32(TOKENS - row)}
         _, cache = chunk(params, config, plan, cache, scorer=tj.get_scorer("snapkv"), **given)
+    return plan, cache
+
+
+def two_steps(config, params, plan, cache):
+    """Logits of two decode steps `after_prompts`, and the cache then."""
+    rows = np.array([0, 2, 3], np.int32)  # there is no row 3
+    step = jax.jit(tj.decode_step, static_argnums=(1, 2))
     logits = []
     for n in range(2):
         out, cache = step(params, config, plan, cache, rows=rows, tokens=np.array([9, 10, 11], np.int32) + n)
