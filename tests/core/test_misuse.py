@@ -1,6 +1,8 @@
 """What callers may get wrong: nobody else's row pays for it, and what can be told at once is."""
 
 import dataclasses
+import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -206,7 +208,7 @@ BEYOND = "is none of model tiny, whose vocabulary has 264: expected ids from 0 t
 
 
 @pytest.mark.parametrize("token", [-1, 264])
-def test_tokens_beyond_the_vocabulary(token):
+def test_tokens_beyond_the_vocabulary(token, monkeypatch):
     """Another one's embedding was taken. What is padding may be anything."""
     plan, wrong = plan_of("1.0", 2, 8), np.array([5, token], np.int32)
     cache = with_rows(plan, 0, 2)
@@ -222,10 +224,14 @@ def test_tokens_beyond_the_vocabulary(token):
     sample[-1] = token
     with pytest.raises(ValueError, match=f"token {token} {BEYOND}"):
         calibrate_ratios(PARAMS, CONFIG, sample, SNAPKV, 0.5)
-    logits, _ = tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, None, tj.Decode(np.array([0, 9]), wrong))
-    want, _ = tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, None, tj.Decode(np.array([0]), wrong[:1]))
+    decodes = tj.Decode(np.array([0, 9]), wrong), tj.Decode(np.array([0]), wrong[:1])
+    logits, want = (step(PARAMS, CONFIG, plan, SNAPKV, cache, None, decode)[0] for decode in decodes)
     np.testing.assert_allclose(logits[0], want[0], atol=1e-4)
-    tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, chunk_of(1, wrong, 1), None)
+    after = mock.Mock(side_effect=InterruptedError)  # tokens are looked at before
+    monkeypatch.setattr(sys.modules["tangram_jax.step"], "forward", after)
+    for given in ((None, decodes[0]), (chunk_of(1, wrong, 1), None)):
+        with pytest.raises(InterruptedError):
+            tj.step(PARAMS, CONFIG, plan, SNAPKV, cache, *given)
 
 
 def test_names_of_scorers():
@@ -365,11 +371,6 @@ def test_a_model_of_more_positions_than_tokens_can_be_counted():
     assert cache.layout.max_tokens == 1_000_000
     with pytest.raises(ValueError, match="max_tokens must lie between 1 and 1000000"):
         tj.init_cache(plan_of("0.1", 2, 8), longest, num_pages=1, max_requests=1, max_tokens=1_000_001)
-
-
-def test_heads_in_groups_of_none():
-    with pytest.raises(ValueError, match="multiple of heads_per_page=0"):
-        tj.split_map(np.ones((2, 4)), 8, 0)
 
 
 @pytest.mark.parametrize("sizes", [{"sinks": -4}, {"window": -5}])

@@ -231,3 +231,8 @@ def test_split_map_refuses_what_it_cannot_divide():
     for budgets in (np.full((2, 4), np.nan), np.array([[0.5, 0.5, 0.5, -0.5]])):
         with pytest.raises(ValueError, match="finite and not negative"):
             tj.split_map(budgets, 132, 4)
+
+
+def test_heads_in_groups_of_none():
+    with pytest.raises(ValueError, match="multiple of heads_per_page=0"):
+        tj.split_map(np.ones((2, 4)), 8, 0)
