@@ -46,7 +46,7 @@ def check_as_on_one(*, whole: bool) -> None:
 
     config = tiny_config(num_layers=2, qkv_bias=True, **SHAPE)
     params, plan = random_params(config, 0), ragged_plan(config, 4)
-    want = run(params, config, plan)
+    want = run(params, config, plan, mixed=not whole)
     with (
         mock.patch.dict(TUNING, {"9.0": ANY_SIZE}),
         mock.patch.multiple(lp, check_supported=lambda *arrays: None, layer_products=products),
@@ -55,7 +55,7 @@ def check_as_on_one(*, whole: bool) -> None:
         ),
         linked_by_xla(),
     ):
-        np.testing.assert_allclose(run(params, config, plan, 2), want, atol=1e-4)
+        np.testing.assert_allclose(run(params, config, plan, 2, mixed=not whole), want, atol=1e-4)
     assert [links is not None for links in calls] == [True] * 2  # of one program, decode tokens alone
 
 
@@ -71,7 +71,7 @@ def check_layers_as_on_one() -> None:
     "function", [pytest.param("check_products_as_on_one", marks=pytest.mark.slow), "check_layers_as_on_one"]
 )
 def test_on_simulated_devices(function):
-    on_simulated_devices(__file__, function)
+    on_simulated_devices(__file__, function, 2)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,11 @@ def ragged_plan(config: ModelConfig, heads_per_page: int, *, alike: bool = False
     return tj.CachePlan.build(profile, heads_per_page, 16, window=8, min_entries=12, sliding=sliding)
 
 
-def run(params, config, plan, devices: int = 1, dtype=np.float32) -> np.ndarray:
-    """Logits f32[8, V]: of two chunks of a row, greedy tokens, and a chunk beside tokens of the row and a copy of it."""
+def run(params, config, plan, devices: int = 1, dtype=np.float32, *, mixed: bool = True) -> np.ndarray:
+    """Logits f32[8, V]: of two chunks of a row, greedy tokens, and a chunk beside tokens of the row and a copy of it.
+
+    The last three only if `mixed`.
+    """
     if devices > 1:
         tp = TensorParallel.of(config, plan, devices)
         params, cache, step = tp.place(params), tp.init_cache(**SIZES, dtype=dtype), tp.step
@@ -65,14 +68,16 @@ def run(params, config, plan, devices: int = 1, dtype=np.float32) -> np.ndarray:
         decode = tj.Decode(np.array([1, 3], np.int32), np.array([out[-1][0].argmax(), 0], np.int32))
         logits, cache = step(params, SNAPKV, cache, None, decode)
         out.append(logits[:1])
-    cache = tj.fork(plan, cache, np.int32(1), np.int32(2))
-    cache = tj.reserve(plan, cache, np.int32(0), np.int32(10), np.int32(0))
-    chunk = tj.Chunk(np.int32(0), tokens[:16], np.int32(10))
-    decode = tj.Decode(np.array([1, 2], np.int32), np.array([9, 10], np.int32))
-    logits, cache = step(params, SNAPKV, cache, chunk, decode)
+    if mixed:
+        cache = tj.fork(plan, cache, np.int32(1), np.int32(2))
+        cache = tj.reserve(plan, cache, np.int32(0), np.int32(10), np.int32(0))
+        chunk = tj.Chunk(np.int32(0), tokens[:16], np.int32(10))
+        decode = tj.Decode(np.array([1, 2], np.int32), np.array([9, 10], np.int32))
+        logits, cache = step(params, SNAPKV, cache, chunk, decode)
+        out.append(logits)
     # On a mesh every call of a program found the arrays where it expects them.
-    assert devices == 1 or step._cache_size() == 3
-    return np.concatenate([*out, logits])
+    assert devices == 1 or step._cache_size() == 2 + mixed
+    return np.concatenate(out)
 
 
 def check_ragged(devices: int = 2, **changes) -> None:
