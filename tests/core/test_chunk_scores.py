@@ -1,6 +1,7 @@
 """Scores by the kernels' way through the engine, their references in their place, against the scorers themselves."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tangram_jax.chunk_scores import ChunkScores
 from tangram_jax.scorers import ScoreInputs, SnapKV
 
 CONFIG = tiny_config(num_layers=3, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=16)
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 ROW, BEFORE, CHUNK, COUNT = np.int32(1), 90, 48, 41
 
 
@@ -47,16 +49,15 @@ def scores_of(
 
 
 @pytest.mark.parametrize(
-    ("cluster", "soft_cap"),
+    ("cluster", "soft_cap", "start"),
     [
-        ("layer", None),
-        ("model", 1.5),
-        pytest.param("layer", 1.5, marks=pytest.mark.slow),
-        pytest.param("model", None, marks=pytest.mark.slow),
+        ("layer", None, None),
+        ("model", 1.5, CHUNK - COUNT),
+        *(SLOW(cluster, cap, None) for cluster, cap in (("layer", 1.5), ("model", None), ("model", 1.5))),
+        *(SLOW(*case, CHUNK - COUNT) for case in (("layer", 1.5), ("model", None), ("layer", None))),
     ],
 )
 @pytest.mark.parametrize("scorer", ["snapkv", "kv_compress", "expected_attention"])
-@pytest.mark.parametrize("start", [None, CHUNK - COUNT], ids=["alone", "behind another"])
 def test_kernels_get_what_the_scorer_gets(scorer, cluster, soft_cap, start, monkeypatch):
     config = CONFIG.replace(attention_soft_cap=soft_cap)
     want, there = scores_of(tj.get_scorer(scorer), cluster, config)
