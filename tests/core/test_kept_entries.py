@@ -40,7 +40,7 @@ def kept_positions(entries, keys) -> list[int]:
     return distance.argmin(1).tolist()
 
 
-@pytest.mark.parametrize("cluster", ["layer", "model"])
+@pytest.mark.parametrize("cluster", ["layer", pytest.param("model", marks=pytest.mark.slow)])
 def test_each_head_keeps_sinks_window_and_its_own_best(cluster):
     plan = plan_of("ragged", 2, 8, cluster, min_entries=12)
     tokens = random_tokens(90)

@@ -66,7 +66,11 @@ def test_steps_with_anything_else_have_theirs_made_for_them(made):
     assert not made
 
 
-@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["layers' products as one kernel", "experts"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param(MIXTURE, marks=pytest.mark.slow)],
+    ids=["layers' products as one kernel", "experts"],
+)
 def test_steps_lower(changes, small_weights, monkeypatch, caplog):  # noqa: F811
     config = tiny_config(**SHAPE | changes | {"head_dim": 128, "num_layers": 2})
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
@@ -109,7 +113,7 @@ def test_where_attention_makes_heads(shape, dtype, tokens, makes):
 def test_heads_that_the_kernel_cannot_make_are_refused():
     case = make_case(np.full((2, 2), 40), new=True, head_dim=256)
     heads, made = heads_of(case)
-    plan = rd.plan_decode(
+    plan = jax.jit(rd.plan_decode, static_argnames="page_size")(
         jnp.asarray(case.lengths), case.table, case.first, case.column, page_size=case.page_size
     ).layer(0)
     with (
