@@ -14,7 +14,7 @@ from tests.kernels.dispatch_cases import Case
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tokens=3, experts=8, count=2, block=8),
+        pytest.param(Case(tokens=3, experts=8, count=2, block=8), marks=pytest.mark.slow),
         Case(tokens=37, experts=12, count=3, block=16, absent=(0, 5, 36), dtype="float16"),
         Case(tokens=34, experts=5, count=5, normalize=False, equal=True, parts=3, bias="bfloat16"),
         Case(tokens=2, experts=130 // 2, count=1, block=8, absent=(0, 1)),

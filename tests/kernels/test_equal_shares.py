@@ -61,6 +61,11 @@ def test_pieces_are_not_made_whole_where_shares_run_out():
     np.testing.assert_array_equal(plan.items[0, :4, P.ITEM_BEGIN], [0, 5, 10, 15])
 
 
-@pytest.mark.parametrize("case", plan_cases.CASES)
+FEW, MANY, NONE, ONE, WHOLE = plan_cases.CASES
+
+
+@pytest.mark.parametrize(
+    "case", [FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in (MANY, NONE, ONE)), WHOLE]
+)
 def test_the_kernel_makes_the_same_plan(case):
     plan_cases.compare(case, interpret=plgpu.InterpretGPUParams(detect_races=True))

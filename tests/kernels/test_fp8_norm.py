@@ -1,5 +1,7 @@
 """Norms whose results are tokens in FP8: the kernel under the interpreter."""
 
+from functools import partial
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
@@ -8,10 +10,21 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_kernels import fp8_products as fp8
 from tests.kernels.fp8_cases import check_normed_tokens
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
-@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+
 @pytest.mark.parametrize(
-    ("tokens", "depth", "offset"), [(10, 144, 0.0), (9, 16, 1.0), (16, 576, 1.0), (256, 64, 0.0)]
+    ("tokens", "depth", "offset", "added"),
+    [
+        (10, 144, 0.0, True),
+        (9, 16, 1.0, False),
+        (16, 576, 1.0, True),
+        (256, 64, 0.0, False),
+        SLOW(10, 144, 0.0, False),
+        SLOW(9, 16, 1.0, True),
+        SLOW(16, 576, 1.0, False),
+        SLOW(256, 64, 0.0, True),
+    ],
 )
 def test_kernel_in_the_interpreter(tokens, depth, offset, added):
     interpret = plgpu.InterpretGPUParams(detect_races=True)

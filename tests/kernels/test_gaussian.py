@@ -32,7 +32,7 @@ def run_kernels(case: GaussianCase, interpret=None, ctas: int = 132):
         ({"chunk": 384, "group": 1, "count": 380, "unlocked": (0, 64, 64)}, 2),  # slots are used again
         ({"head_dim": 128, "kv_heads": 1, "group": 3, "capacity": 104, "dtype": jnp.float16}, 4),
         ({"head_dim": 256, "kv_heads": 1, "group": 1, "chunk": 192, "count": 192}, 1),
-        ({"chunk": 32, "count": 31, "unlocked": (64, 0, 20)}, 8),
+        pytest.param({"chunk": 32, "count": 31, "unlocked": (64, 0, 20)}, 8, marks=pytest.mark.slow),
         ({"chunks": ((0, 33), (40, 0), (40, 70))}, 16),
     ],
     ids=str,
@@ -69,7 +69,14 @@ def test_moments_of_queries_far_from_zero():
     assert np.abs(np.asarray(reference[0], np.float64) - want).max() < 0.002 * want.max()
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16), (256, jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow),
+        (128, jnp.float16),
+        pytest.param(256, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_share_one_text_of_each_kernel(head_dim, dtype):
     case = make_gaussian(head_dim=head_dim, dtype=dtype)
     options = {key: value for key, value in case.options.items() if key != "layer"}

@@ -93,10 +93,10 @@ def test_kernel_in_the_interpreter(case, tuning, raced):
     ("case", "devices"),
     [
         (Case(8, 256, 1024, 512, 512), 2),
-        (Case(64, 256, 1024, 512, 512), 4),
+        pytest.param(Case(64, 256, 1024, 512, 512), 4, marks=pytest.mark.slow),
         (Case(8, 256, 512, 512, 512, post_norms=True, dtype="float16"), 4),
         (Case(8, 256, 1024, 512, 512, fp8=True), 2),
-        (Case(8, 256, 512, 512, 512, fp8=True, post_norms=True), 2),
+        pytest.param(Case(8, 256, 512, 512, 512, fp8=True, post_norms=True), 2, marks=pytest.mark.slow),
     ],
     ids=["by tiles", "64 tokens", "by tokens", "FP8", "FP8, by tokens"],
 )

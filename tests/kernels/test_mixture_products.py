@@ -62,9 +62,11 @@ def test_every_step_is_one_ctas():
     for phase in phases:
         assert phase.ctas <= tuning.ctas
         seen = np.zeros((phase.tiles, phase.depth // phase.step), int)
-        for cta in range(tuning.ctas):
-            share = Share.of(phase, jnp.int32(cta), tuning.ctas)
-            seen[int(share.tile), int(share.first) : int(share.first) + int(share.steps)] += 1
+        shares = Share.of(phase, np.arange(tuning.ctas, dtype=np.int32), tuning.ctas)
+        for tile, first, steps in zip(
+            *map(np.asarray, (shares.tile, shares.first, shares.steps)), strict=True
+        ):
+            seen[tile, first : first + steps] += 1
         assert (seen == 1).all()
     _, _, gates, down, _ = phases
     assert (gates.wide, gates.step, gates.ctas, down.ctas) == (64, 128, 96, 128)
