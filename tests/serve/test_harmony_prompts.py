@@ -152,7 +152,9 @@ def taken(spec: GrammarSpec | None, text: str) -> str:
     return follow(VOCABULARY, TOKENIZER, spec, text)
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    "kind", ["json", "grammar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("regex", "choice"))]
+)
 def test_the_form_is_that_of_the_last_message(kind):
     answer, wrong = ANSWERS[kind], WRONG[kind]
     spec = THOUGHTS.grammar(FORMS[kind], "possible")

@@ -46,7 +46,7 @@ def test_shutdown_cuts_what_takes_too_long(stream):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [pytest.param("/v1/completions", marks=pytest.mark.slow), "/v1/messages"])
 def test_shutdown_answers_whose_body_is_still_on_its_way(path, capsys):
     """It was a 500 and a traceback for each of them."""
     with serving() as served:

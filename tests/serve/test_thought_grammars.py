@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.serve.test_grammar import allowed
 from tests.serve.test_tool_formats import TOOLS, write
 from tests.serve.thought_templates import TAGS, thought_tokenizer
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 TOKENIZERS = {"text": thought_tokenizer("qwen"), "special": thought_tokenizer("qwen special")}
 VOCABULARIES = {name: Vocabulary(tokenizer, 264, (0, 2)) for name, tokenizer in TOKENIZERS.items()}
 PERSON = {
@@ -49,8 +51,19 @@ def follow(vocabulary: Vocabulary, tokenizer, spec: GrammarSpec, text: str) -> s
     return tokenizer.decode(taken, skip_special_tokens=False) + "." * (ended or 2 in allowed(state))
 
 
-@pytest.mark.parametrize("tags", TOKENIZERS)
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    ("tags", "kind"),
+    [
+        ("text", "json"),
+        ("special", "regex"),
+        ("text", "choice"),
+        ("special", "grammar"),
+        SLOW("special", "json"),
+        SLOW("text", "regex"),
+        SLOW("special", "choice"),
+        SLOW("text", "grammar"),
+    ],
+)
 def test_the_form_holds_after_the_thoughts(tags, kind):
     tokenizer, vocabulary = TOKENIZERS[tags], VOCABULARIES[tags]
     support, form, answer = ThoughtSupport.of(tokenizer), FORMS[kind], ANSWERS[kind]

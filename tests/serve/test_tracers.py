@@ -141,7 +141,7 @@ class Loud(StreamingLLM):
         return super().score(x)
 
 
-@pytest.mark.parametrize("level", ["WARNING", "ERROR"])
+@pytest.mark.parametrize("level", ["WARNING", pytest.param("ERROR", marks=pytest.mark.slow)])
 def test_what_they_warn_of_is_logged_once(level, runner, caplog):
     caplog.set_level(level, "tests.loud")
     steps = runner._kept._replace(scorer=Loud())
