@@ -3,10 +3,10 @@
   python -m benchmarks.fp8_products                          the shapes of a few models, 1 to 8192 tokens, on one Hopper GPU
   python -m benchmarks.fp8_products --model llama-3.1-8b --csv rows.csv
 
-Kernel times by the profiler, microseconds a layer, sums of parts included; the weights of several layers take turns, so none
-are in the L2. The floor is what is larger: the bytes of the FP8 weights at the roof, a large reduction measured in the same
-run, or the products at 800 TFLOP/s. `error`: of our result against XLA's with the same weights, norm over norm. "dynamic":
-where tokens are many, they in FP8 too, what makes them so included. "norms": the two residual additions of a layer with the
+Kernel times by the profiler, microseconds a layer; the weights of several layers take turns, so none are in the L2. The
+floor is what is larger: the bytes of the FP8 weights at the roof, a large reduction measured in the same run, or the
+products at 800 TFLOP/s. `error`: of our result against XLA's with the same weights, norm over norm. "dynamic": where tokens
+are more than 64, they in FP8 too, what makes them so included. "norms": the two residual additions of a layer with the
 norms after them, their results in FP8, a kernel each; "apart": XLA's kernels and one that quantises.
 """
 

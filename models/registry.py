@@ -120,7 +120,8 @@ def load_model(
       quantization: "fp8": the weights of the layers' products, experts' too, become FP8 as they are read, with a scale for
         each output; those that are FP8 and have a scale for each output, or for all, stay as they are, and so do experts by
         `keep_mxfp4`. All others are as without it.
-        "fp8-dynamic": in steps of more than 64 tokens these become FP8 too (`ModelConfig.activations_fp8`).
+        "fp8-dynamic": in steps of more than 64 tokens these become FP8 too, of experts' products where each has many
+        (`ModelConfig.activations_fp8`).
       mesh: over which the parameters are spread as they are read (`models.sharding.tensor_mesh`); None: the first device.
 
     Raises:

@@ -279,7 +279,7 @@ def _summary(
     devices = config.tensor_parallel_size
     each = f" on each of {devices} devices" if devices > 1 else ""
     in_fp8 = ", weights in FP8" if shape.weights_fp8 else ""
-    in_fp8 += ", activations of long chunks too" if shape.activations_fp8 else ""
+    in_fp8 += ", activations of steps with many tokens too" if shape.activations_fp8 else ""
     in_bytes = " of 8-bit keys and values" if config.kv_cache_dtype == "int8" else ""
     summary = (
         f"{model.name}{in_fp8}: {shape.num_layers} layers{windows}, {shape.num_kv_heads} KV heads in {plan.num_groups} "

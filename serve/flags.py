@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         "-q",
         help="fp8: the weights of the layers' products become FP8 as they are loaded, half of bfloat16's memory, read as "
         "they are by a Hopper GPU (elsewhere slower than without); fp8-dynamic: where a step has many, the tokens that "
-        "they multiply too, which makes prompts faster",
+        "they multiply too, which makes prompts and steps of many requests faster",
     )
     model.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest prompt plus generation, in tokens"

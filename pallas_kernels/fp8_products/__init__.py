@@ -115,7 +115,7 @@ def fp8_products(
     tokens, dtype = (x.count, jnp.bfloat16) if isinstance(x, Fp8Tokens) else (len(x), x.dtype)
     if interpret is None:
         check_supported(dtype)
-    tuning = tuning or tuning_for(tokens, *weights.codes.shape[:2], narrow=narrow)
+    tuning = (tuning or tuning_for(tokens, *weights.codes.shape[:2], narrow=narrow)).for_tokens(tokens)
     if gate and not tuning.gates(weights.codes.shape[0]):
         return in_halves(fp8_products_mosaic_gpu(x, weights, tuning=tuning, interpret=interpret), gate)
     return fp8_products_mosaic_gpu(x, weights, tuning=tuning, gate=gate, interpret=interpret)

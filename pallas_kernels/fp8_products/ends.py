@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -41,11 +42,12 @@ def _exchange(cfg: Config, wg: Any, unit: Unit, mine: int, sums: jax.Array, refs
         return
     first, rows = cfg.shares[mine]
     plgpu.barrier_wait(sent)
-    total = sums[:, first : first + rows]
+    parts = [sums[:, first : first + rows]]
     for n in range(cfg.splits - 1):
         place = received.at[n, :, pl.ds(0, rows)]
-        total += plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False)
-    _finish(cfg, wg, unit, total, unit.row + first, [(0, rows)], refs)
+        parts.append(plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False))
+    parts.insert(mine, parts.pop(0))  # in the same order whichever rows they are
+    _finish(cfg, wg, unit, functools.reduce(jnp.add, parts), unit.row + first, [(0, rows)], refs)
 
 
 def _finish(

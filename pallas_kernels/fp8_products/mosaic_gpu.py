@@ -16,7 +16,6 @@ Of a gated product one warpgroup of two has a tile of gates, the other that of w
 the tokens, with what the other one leaves in shared memory.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -30,7 +29,7 @@ from pallas_kernels.fp8_products import device_ops, ends
 from pallas_kernels.fp8_products.common import Config, Unit, f32, i32
 from pallas_kernels.fp8_products.packing import TILE, WORDS, Fp8Weights
 from pallas_kernels.fp8_products.tokens import Fp8Tokens
-from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, Tuning
+from pallas_kernels.fp8_products.tuning import LEAST_TOKENS, MOST_SPLITS, MOST_TOKENS, Tuning
 from pallas_kernels.gates import Gate
 from pallas_kernels.read_once import load_once
 
@@ -87,15 +86,11 @@ def _call(
     `of_tokens`: their scales, if they are in FP8.
     """
     across, deep = codes.shape[:2]
-    if (
-        tuning.splits > 1
-    ):  # no rows beyond a single block's tokens, of which some of its CTAs might have nothing else
-        tuning = dataclasses.replace(tuning, rows=min(tuning.rows, x.shape[0]))
     tuning = (tuning.for_gates(across) if gate else tuning).for_weights(across, deep)
     wgs, splits, (deep_step, stages) = tuning.warpgroups, tuning.splits, tuning.steps(deep, x.dtype.itemsize)
-    if splits > 1 and tuning.part < tuning.rows:
+    if splits > 1 and (tuning.part < tuning.rows or splits > MOST_SPLITS):
         raise ValueError(
-            f"blocks of {tuning.rows} tokens have no sums of parts of the depth, as {tuning} asks for"
+            f"up to {MOST_SPLITS} parts of the depth, of blocks of up to {MOST_TOKENS} tokens, not {tuning}"
         )
     blocks, columns = -(-x.shape[0] // tuning.rows), across // wgs
     # A cluster has a unit: what its CTAs receive of the next one would need a place of its own.

@@ -12,6 +12,7 @@ MOST_TOKENS = 256  # of a matrix instruction; a block of more takes two
 WIDEST = 320  # tokens of a block, whose sums are in registers
 SHARED = 228 * 1024  # bytes of an SM's shared memory
 OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
+MOST_SPLITS = 8  # CTAs of a cluster that any GPU has
 SPLITS = (2, 4)  # of the depth; clusters of four leave some SMs without work,
 SHARE_OF_FOUR = 0.85  # so they have fewer CTAs at once
 MOST_SPLIT = 256  # tokens: beyond, a token's results are the same bits however many there are
@@ -31,7 +32,7 @@ class Tuning:
     splits: int = 1  # of the depth, CTAs of a cluster; as many as divide the depth
     deep: int = 4  # tiles along the depth that a step loads, at most; as many as divide a split's depth
     stores: int = 1  # of a part's results, one after another through the same shared memory
-    num_ctas: int | None = None
+    num_ctas: int | None = None  # without splits
 
     @property
     def part(self) -> int:
@@ -41,7 +42,14 @@ class Tuning:
     @property
     def stored(self) -> int:
         """Tokens that are stored at once; with splits, that each CTA finishes."""
-        return _rows(self.part, self.stores * self.splits)
+        return _rows(self.part, self.splits if self.splits > 1 else self.stores)
+
+    def for_tokens(self, count: int) -> "Tuning":
+        """Blocks with no more rows than there are of so many tokens.
+
+        Of an array with one tile of rows copies know no place along these: what a block has beyond would be stored there.
+        """
+        return dataclasses.replace(self, rows=min(self.rows, _rows(count, 1)))
 
     def gates(self, across: int) -> bool:
         """Whether a CTA has gates and what they let through, of weights of so many tiles across."""
@@ -119,15 +127,17 @@ def tuning_for(
         record = min(choices, key=lambda r: -(-_units(r, tokens, across) // r.ctas()) * (r.rows + FIXED))
     # Where there are CTAs for more units of work: fewer columns a CTA, or fewer of the depth.
     if narrow:
-        return _split(_fewer_columns(record, tokens, across), tokens, across, deep)
+        most = 2 if deep // 4 % 2 else 4  # an even number of tiles, as two a matrix product are faster
+        return _split(_fewer_columns(record, tokens, across), tokens, across, deep, most)
     return _fewer_columns(_split(record, tokens, across, deep), tokens, across)
 
 
-def _split(record: Tuning, tokens: int, across: int, deep: int) -> Tuning:
+def _split(record: Tuning, tokens: int, across: int, deep: int, most: int = 4) -> Tuning:
     if tokens > MOST_SPLIT:
         return record
     for splits, share in zip(SPLITS, (1, SHARE_OF_FOUR), strict=True):
-        if deep % splits == 0 and _units(record, tokens, across) * splits <= record.ctas() * share:
+        fits = _units(record, tokens, across) * splits <= record.ctas() * share
+        if fits and deep % splits == 0 and splits <= most:
             record = dataclasses.replace(record, splits=splits)
     return record
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 from unittest import mock
 
 import jax
@@ -21,6 +22,8 @@ from tangram_jax.sharding import TensorParallel
 from tests.core.test_sharding import SIZES, abstract_mesh, linked_by_xla, ragged_plan, run
 from tests.simulated import on_simulated_devices
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 ANY_SIZE = dataclasses.replace(TUNING["9.0"], least_ctas=0.0, least_weights=0)
 
@@ -29,7 +32,7 @@ def reference(attended, x, weights, links, how):
     return lp.layer_products_reference(attended, x, weights, axis=None if links is None else "tensor", **how)
 
 
-def check_as_on_one(*, whole: bool) -> None:
+def check_as_on_one(*, whole: bool, mixed: bool) -> None:
     """With the reference for the kernel of a layer's products, or of all of a layer."""
     calls = []
 
@@ -46,7 +49,7 @@ def check_as_on_one(*, whole: bool) -> None:
 
     config = tiny_config(num_layers=2, qkv_bias=True, **SHAPE)
     params, plan = random_params(config, 0), ragged_plan(config, 4)
-    want = run(params, config, plan, mixed=not whole)
+    want = run(params, config, plan, mixed=mixed)
     with (
         mock.patch.dict(TUNING, {"9.0": ANY_SIZE}),
         mock.patch.multiple(lp, check_supported=lambda *arrays: None, layer_products=products),
@@ -55,20 +58,25 @@ def check_as_on_one(*, whole: bool) -> None:
         ),
         linked_by_xla(),
     ):
-        np.testing.assert_allclose(run(params, config, plan, 2, mixed=not whole), want, atol=1e-4)
+        np.testing.assert_allclose(run(params, config, plan, 2, mixed=mixed), want, atol=1e-4)
     assert [links is not None for links in calls] == [True] * 2  # of one program, decode tokens alone
 
 
 def check_products_as_on_one() -> None:
-    check_as_on_one(whole=False)
+    check_as_on_one(whole=False, mixed=True)
 
 
 def check_layers_as_on_one() -> None:
-    check_as_on_one(whole=True)
+    check_as_on_one(whole=True, mixed=False)
+
+
+def check_layers_beside_chunks() -> None:
+    check_as_on_one(whole=True, mixed=True)
 
 
 @pytest.mark.parametrize(
-    "function", [pytest.param("check_products_as_on_one", marks=pytest.mark.slow), "check_layers_as_on_one"]
+    "function",
+    [SLOW("check_products_as_on_one"), "check_layers_as_on_one", SLOW("check_layers_beside_chunks")],
 )
 def test_on_simulated_devices(function):
     on_simulated_devices(__file__, function, 2)

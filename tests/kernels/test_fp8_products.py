@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import fp8_products as fp8
-from pallas_kernels.fp8_products.common import Config, Unit
+from pallas_kernels.fp8_products.common import Config, Unit, pieces_of
 from pallas_kernels.fp8_products.mosaic_gpu import fp8_products_mosaic_gpu
 from pallas_kernels.fp8_products.tokens import in_depth, in_words
 from pallas_kernels.fp8_products.tuning import NARROW, TUNING
@@ -267,7 +267,7 @@ def test_what_is_not_supported():
     with pytest.raises(ValueError, match="tokens of 128 numbers for weights of a depth of 64"):
         weights = fp8.quantise(jnp.ones((64, 64)))
         fp8_products_mosaic_gpu(jnp.ones((4, 128), jnp.bfloat16), weights, tuning=fp8.Tuning(rows=8))
-    with pytest.raises(ValueError, match="blocks of 264 tokens have no sums of parts of the depth"):
+    with pytest.raises(ValueError, match="up to 8 parts of the depth, of blocks of up to 256 tokens, not"):
         weights, tuning = fp8.quantise(jnp.ones((128, 64))), fp8.Tuning(rows=264, splits=2)
         fp8_products_mosaic_gpu(jnp.ones((264, 128), jnp.bfloat16), weights, tuning=tuning)
 
@@ -325,6 +325,21 @@ def test_blocks_of_a_layer(tokens, rows):
     with mock.patch("pallas_kernels.fp8_products.tuning.record_for", lambda *_: NARROW["9.0"]):
         found = [fp8.tuning_for(tokens, across // 64, deep // 64, narrow=True) for across, deep in matrices]
     assert tuple(tuning.rows for tuning in found) == rows
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", range(8, 264, 8))
+def test_every_row_is_finished_by_one_of_a_cluster(rows, splits):
+    """Each a CTA's of its own, whatever `stores` says."""
+    tuning = fp8.Tuning(rows=rows, splits=splits, stores=2)
+    shares = pieces_of(rows, tuning.stored)
+    assert len(shares) <= splits and all(count % 8 == 0 for _, count in shares)
+    assert [row for first, count in shares for row in range(first, first + count)] == list(range(rows))
+
+
+def test_a_block_has_no_rows_beyond_the_tokens():
+    for tokens, rows in (1, 8), (8, 8), (9, 16), (64, 64), (1000, 64):
+        assert fp8.Tuning(rows=64, splits=4).for_tokens(tokens).rows == rows
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8, 11, 40])

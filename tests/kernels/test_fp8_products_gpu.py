@@ -104,11 +104,11 @@ def test_tokens_of_a_norm_in_fp8(tokens, depth, offset, added):
     "options",
     [
         {"rows": 64}, {"rows": 128, "warpgroups": 2}, {"rows": 256, "warpgroups": 2, "deep": 2},
-        {"rows": 32, "splits": 4}, {"rows": 8, "splits": 4}, {"rows": 104, "warpgroups": 2, "splits": 2},
-        {"rows": 72}, {"rows": 232, "warpgroups": 2, "deep": 2},
+        {"rows": 32, "splits": 4}, {"rows": 64, "splits": 4}, {"rows": 8, "splits": 4},
+        {"rows": 104, "warpgroups": 2, "splits": 2}, {"rows": 72}, {"rows": 232, "warpgroups": 2, "deep": 2},
         {"rows": 264, "warpgroups": 2, "deep": 2}, {"rows": 320, "warpgroups": 2},
     ],
-    ids=["64", "128", "256", "split", "few, split", "split oddly", "72", "232", "264", "320"],
+    ids=["64", "128", "256", "split", "many, split", "few, split", "split oddly", "72", "232", "264", "320"],
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [8, 24, 104, 296, 300, 2080])
 def test_part_of_a_block(tokens, options, narrow):
@@ -197,11 +197,20 @@ def test_every_code():
         fp8.Tuning(rows=8, per_sm=2, splits=4),
         fp8.Tuning(rows=16, warpgroups=3, splits=2),
         fp8.Tuning(rows=64, warpgroups=4, deep=1),
-        fp8.Tuning(rows=128, warpgroups=2, splits=2, deep=2, num_ctas=3),
+        fp8.Tuning(rows=128, warpgroups=2, deep=2, num_ctas=3),
+        fp8.Tuning(rows=128, warpgroups=2, splits=2, deep=2),
         fp8.Tuning(rows=256, warpgroups=2, deep=1, num_ctas=5),
         fp8.Tuning(rows=128, warpgroups=4, deep=2),
     ],
-    ids=["splits", "three warpgroups", "four warpgroups", "few CTAs", "large blocks", "four large ones"],
+    ids=[
+        "splits",
+        "three warpgroups",
+        "four warpgroups",
+        "few CTAs",
+        "two parts",
+        "large blocks",
+        "four large ones",
+    ],
 )
 @pytest.mark.parametrize("narrow", [False, True], ids=["bfloat16", "FP8"])
 def test_tunings(tuning, narrow):
