@@ -280,6 +280,8 @@ def main() -> None:
     chosen = [name for name in WAYS if getattr(args, name.replace("-", "_"))]
     if chosen and (args.drafts or args.bytes):
         parser.error(f"--{chosen[0]} is compared with nothing else: leave out --drafts and --bytes")
+    if args.wide_tokens and args.fp8 != "dynamic":
+        parser.error("--wide-tokens: only --fp8 dynamic has tokens in FP8 to compare with")
     config = first_layers(SHAPES[args.shape], args.layers)
     if args.fp8:
         config = with_fp8_weights(config, dynamic=args.fp8 == "dynamic")

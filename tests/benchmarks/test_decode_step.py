@@ -89,6 +89,12 @@ def test_one_comparison_at_a_time(monkeypatch, tmp_path, capsys):
     )
 
 
+def test_there_are_tokens_in_fp8_to_compare_with(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, "--fp8", "--wide-tokens")
+    assert "--wide-tokens: only --fp8 dynamic has tokens in FP8 to compare with" in capsys.readouterr().err
+
+
 def test_tokens_of_random_weights_go_to_all_experts():
     """With random biases most would go to the same few, and less would be read than the floor counts."""
     config = tiny_gpt_oss_config(num_experts=32, experts_per_token=4, experts_mxfp4=True, expert_size=64)

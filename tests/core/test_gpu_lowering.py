@@ -127,7 +127,6 @@ def test_packed_chunks_lower(hopper, caplog, config, scorer, count):
     assert not caplog.records
 
 
-@pytest.mark.slow  # `test_sharding` has them over two devices by default
 def test_products_with_fp8_weights_lower(hopper, caplog):
     params, config = in_fp8(random_params(CONFIG, 0, jnp.bfloat16), CONFIG)
     plan = tj.CachePlan.build(tj.BudgetProfile.uniform(2, 4, 0.5), 2, 16)

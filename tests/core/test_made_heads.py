@@ -66,11 +66,7 @@ def test_steps_with_anything_else_have_theirs_made_for_them(made):
     assert not made
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, pytest.param(MIXTURE, marks=pytest.mark.slow)],
-    ids=["layers' products as one kernel", "experts"],
-)
+@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["layers' products as one kernel", "experts"])
 def test_steps_lower(changes, small_weights, monkeypatch, caplog):  # noqa: F811
     config = tiny_config(**SHAPE | changes | {"head_dim": 128, "num_layers": 2})
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))

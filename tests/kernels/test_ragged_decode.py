@@ -189,7 +189,7 @@ def test_plans_of_many_layers_are_the_layers_plans():
             np.testing.assert_array_equal(together.layer(layer).of_layer(name), alone.of_layer(name))
 
 
-@pytest.mark.parametrize("options", [SLOW(OPTIONS[0]), SLOW(OPTIONS[3]), *OPTIONS[4:]], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], SLOW(OPTIONS[3]), *OPTIONS[4:]], ids=str)
 def test_kernel_in_the_interpreter(options):
     case = make_case([[70, 0, 130], [33, 1, 33]], group=4, head_dim=64, dtype=jnp.bfloat16, **options)
     check_interpreted(case, num_shares=4)
@@ -212,7 +212,7 @@ def test_shapes_in_the_interpreter(shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        SLOW({"head_dim": 64, "page_size": 128, "soft_cap": 20.0, "sinks": True, "new": True}),
+        {"head_dim": 64, "page_size": 128, "soft_cap": 20.0, "sinks": True, "new": True},
         {"head_dim": 128, "page_size": 16, "dtype": jnp.float16, "group": 9},
         {"head_dim": 256, "page_size": 64, "skip": [5, 15], "new": True},
     ],
@@ -264,8 +264,7 @@ def test_last_pages_are_loaded_in_part_in_the_interpreter(page_size):
     check_interpreted(make_case(lengths, head_dim=64, page_size=page_size), num_shares=1)
 
 
-@pytest.mark.slow  # `test_borders_of_the_caller_in_the_interpreter` has both kinds of items by default
-@pytest.mark.parametrize("how", [{"splits": 2}, {"splits": [1, 3]}], ids=str)
+@pytest.mark.parametrize("how", [SLOW({"splits": 2}), {"splits": [1, 3]}], ids=str)
 def test_divisions_in_the_interpreter(how):
     check_interpreted(make_case([[300, 129], [64, 65]], head_dim=64), **how)
 
