@@ -15,7 +15,7 @@ OTHER = 2 * 1024  # of it, what a CTA takes beside its buffers
 MOST_SPLITS = 8  # CTAs of a cluster that any GPU has
 SPLITS = (2, 4)  # of the depth; clusters of four leave some SMs without work,
 SHARE_OF_FOUR = 0.85  # so they have fewer CTAs at once
-MOST_SPLIT = 256  # tokens: beyond, a token's results are the same bits however many there are
+MOST_SPLIT_TOKENS = 256  # beyond, a token's results are the same bits however many there are
 FIXED = 64  # of a unit's time, in tokens, what does not grow with them: blocks of 256 are 1.2 times as fast as of 128
 LEAST_NARROW = 65  # tokens that are worth being made FP8 too: up to 64 may have a layer's kernel
 
@@ -133,7 +133,7 @@ def tuning_for(
 
 
 def _split(record: Tuning, tokens: int, across: int, deep: int, most: int = 4) -> Tuning:
-    if tokens > MOST_SPLIT:
+    if tokens > MOST_SPLIT_TOKENS:
         return record
     for splits, share in zip(SPLITS, (1, SHARE_OF_FOUR), strict=True):
         fits = _units(record, tokens, across) * splits <= record.ctas() * share
